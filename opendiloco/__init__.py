@@ -1,0 +1,1 @@
+"""Peer-to-peer DiLoCo training of language models on a hivemind DHT."""
