@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import SettingsError
+
+MAX_WIRE_BYTES = 64 * 1024
+"""Largest run contract that is taken from the swarm; an ordinary one is below 2 KB."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Metadata of a number: what is counted."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Metadata of a text: what its pattern asks for, in words."""
+
+    text: str
 
 
 class Section(BaseModel):
     """A group of settings: frozen, typed, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+ListenAddress = Annotated[str, Field(pattern=r"^/[^\s/]+/\S+$"), Allowed("an address such as /ip4/0.0.0.0/tcp/31337")]
+PeerAddress = Annotated[
+    str,
+    Field(pattern=r"^/\S+/p2p/\w+$"),
+    Allowed("a full address such as /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo..."),
+]
 
 
 # --- run contract --------------------------------------------------------------------------------------
 
 
 class RunConfig(Section):
-    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")] = "demo"
-    """Name of the run on the DHT: letters, digits, - and _."""
-    rounds: Annotated[int, Field(ge=1)] = 8
+    id: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"),
+        Allowed("1 to 64 letters, digits, - and _ that start with a letter or digit"),
+    ] = "demo"
+    """Name of the run on the DHT."""
+    rounds: Annotated[int, Field(ge=1), Unit("outer rounds")] = 8
     """Outer rounds after which the run is finished."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial parameters and of the order of the data."""
@@ -35,13 +77,13 @@ class DataConfig(Section):
     """stdlib, text:PATH, jsonl:PATH, parquet:PATH or hf:NAME[/CONFIG]."""
     tokenizer: str = "bytes"
     """bytes (no download) or the name or folder of a Hugging Face tokenizer."""
-    seq_len: Annotated[int, Field(ge=2, le=2**20)] = 128
+    seq_len: Annotated[int, Field(ge=2, le=2**20), Unit("tokens")] = 128
     """Tokens per training sequence."""
     text_field: str = "text"
     """Column that holds the text in jsonl, parquet and hub data sets."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Share of the documents held out for validation; no worker trains on them."""
-    validation_sequences: Annotated[int, Field(ge=1)] = 64
+    validation_sequences: Annotated[int, Field(ge=1), Unit("sequences")] = 64
     """Sequences of the held-out part that one evaluation reads."""
 
 
@@ -50,7 +92,7 @@ class InnerConfig(Section):
     """Inner optimizer."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
     """Peak learning rate of the inner optimizer."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 1000
+    warmup_steps: Annotated[int, Field(ge=0), Unit("inner steps")] = 50
     """Global inner steps over which the learning rate rises linearly to its peak."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Course of the learning rate after warm-up; cosine ends at the run's last inner step."""
@@ -58,13 +100,13 @@ class InnerConfig(Section):
     """Learning rate at the end of the cosine, as a share of the peak."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's first and second moment."""
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of a step's gradient (after accumulation); 0 switches clipping off."""
-    batch_size: Annotated[int, Field(ge=1)] = 8
+    batch_size: Annotated[int, Field(ge=1), Unit("sequences")] = 8
     """Sequences per inner step of one worker."""
-    steps: Annotated[int, Field(ge=1)] = 50
+    steps: Annotated[int, Field(ge=1), Unit("inner steps")] = 50
     """H: inner steps per outer round."""
 
 
@@ -73,9 +115,9 @@ class OuterConfig(Section):
     """Outer optimizer (DiLoCo: Nesterov)."""
     lr: Annotated[float, Field(gt=0)] = 0.7
     """Outer learning rate."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Decay = 0.9
     """Outer momentum (adam: decay of the first moment)."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    beta2: Decay = 0.95
     """adam: decay of the second moment."""
     eps: Annotated[float, Field(gt=0)] = 0.1
     """adam: added to the root of the second moment (DiLoCo section 3.2 uses 0.1)."""
@@ -86,15 +128,15 @@ class OuterConfig(Section):
 
 
 class RoundsConfig(Section):
-    start_peers: Annotated[int, Field(ge=1)] = 1
+    start_peers: Annotated[int, Field(ge=1), Unit("workers")] = 1
     """Workers the first round waits for; later ones come and go freely."""
     quorum: Annotated[float, Field(ge=0.5, lt=1)] = 0.5
     """A group needs more than this share of the lineage's live workers."""
-    deadline: Annotated[float, Field(gt=0)] | Literal["adaptive"] = "adaptive"
+    deadline: Seconds | Literal["adaptive"] = "adaptive"
     """Seconds after the first arrival at which a round starts without stragglers, or adaptive."""
-    failure_timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    failure_timeout_s: Seconds = 5.0
     """A peer that sends nothing for so long in an all-reduce counts as dropped."""
-    max_retries: Annotated[int, Field(ge=0)] = 5
+    max_retries: Annotated[int, Field(ge=0), Unit("times")] = 5
     """Times a failed round is tried again before the worker gives up with exit code 75."""
 
 
@@ -108,51 +150,103 @@ class Contract(Section):
     outer: OuterConfig = OuterConfig()
     rounds: RoundsConfig = RoundsConfig()
 
+    @property
+    def digest(self) -> str:
+        """BLAKE3 of the canonical JSON of all settings, in hex: equal contracts have equal digests."""
+        return blake3(contract_to_wire(self)).hexdigest()
+
+
+def contract_to_wire(contract: Contract) -> bytes:
+    """The contract as canonical JSON: sorted keys, no spaces, ASCII."""
+    values = contract.model_dump(mode="json")
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def contract_from_wire(data: bytes) -> Contract:
+    """The contract an untrusted peer published; SettingsError unless it is valid, whole and canonical."""
+    upgrade = "install the version of opendiloco that the run uses"
+    if len(data) > MAX_WIRE_BYTES:
+        raise SettingsError(
+            f"the swarm's run contract has {len(data)} bytes, more than {MAX_WIRE_BYTES}: "
+            "check that --peers names the right swarm"
+        )
+    try:
+        contract = Contract.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        setting = ".".join(str(part)[:40] for part in first["loc"][:2]) or "it"
+        raise SettingsError(
+            f"the swarm's run contract is not valid here, {setting!r}: {first['msg'][:120]}; {upgrade}"
+        ) from None
+    if contract_to_wire(contract) != data:
+        raise SettingsError(f"the swarm's run contract lacks settings or is not canonical: {upgrade}")
+    return contract
+
+
+def contract_difference(mine: Contract, theirs: Contract) -> list[tuple[str, object, object]]:
+    """(setting, my value, their value) of every setting that differs, in the order of this file."""
+    ours, others = mine.model_dump(mode="json"), theirs.model_dump(mode="json")
+    return [
+        (f"{section}.{key}", value, others[section][key])
+        for section, values in ours.items()
+        for key, value in values.items()
+        if json.dumps(value) != json.dumps(others[section][key])
+    ]
+
 
 # --- a peer's own settings -----------------------------------------------------------------------------
 
 
 class SwarmConfig(Section):
-    peers: tuple[str, ...] = ()
+    peers: tuple[PeerAddress, ...] = ()
     """Addresses of peers to join through; none starts a new swarm."""
-    host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    host_maddrs: tuple[ListenAddress, ...] = ("/ip4/127.0.0.1/tcp/0",)
     """Addresses to listen on. /ip4/0.0.0.0/tcp/PORT makes a peer reachable from other machines."""
-    announce_maddrs: tuple[str, ...] = ()
+    announce_maddrs: tuple[ListenAddress, ...] = ()
     """Addresses told to others, when they differ from host_maddrs (port forwarding)."""
     identity: str = ""
     """Key file of this peer; made with mode 600 when missing. Default: OUT/identity.key."""
     client_mode: bool = False
     """Only connect outwards: for peers that cannot be reached. They send and fetch but reduce nothing."""
-    startup_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    startup_timeout_s: Seconds = 30.0
     """Seconds in which the network must be up and the first address must answer."""
-    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
+    heartbeat_s: Seconds = 2.0
     """Seconds between progress records."""
-    expiry_s: Annotated[float, Field(gt=0)] = 12.0
-    """Seconds after which a peer that renews no record counts as gone."""
+    expiry_s: Seconds = 12.0
+    """Seconds after which a peer that renews no record counts as gone; at least twice heartbeat_s."""
+
+    @model_validator(mode="after")
+    def _records_outlive_a_lost_heartbeat(self) -> Self:
+        if self.expiry_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"swarm.expiry_s is {self.expiry_s} and swarm.heartbeat_s is {self.heartbeat_s}: "
+                f"set swarm.expiry_s to at least {2 * self.heartbeat_s}, twice the heartbeat"
+            )
+        return self
 
 
 class ComputeConfig(Section):
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Allowed("auto, cpu, cuda or cuda:N")] = "auto"
+    """Where the trainer computes; auto takes a GPU when there is one."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of forward and backward (autocast); parameters stay fp32."""
-    micro_batch_size: Annotated[int, Field(ge=0)] = 0
+    micro_batch_size: Annotated[int, Field(ge=0), Unit("sequences")] = 0
     """Sequences per forward pass; gradients accumulate up to inner.batch_size. 0: the whole batch."""
     compile: bool = False
     """Use torch.compile."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0), Unit("threads")] = 0
     """CPU threads of the trainer; 0 leaves torch's default."""
 
 
 class CheckpointConfig(Section):
-    every_rounds: Annotated[int, Field(ge=0)] = 0
+    every_rounds: Annotated[int, Field(ge=0), Unit("outer rounds")] = 0
     """Outer rounds between checkpoints; 0 writes none."""
-    keep: Annotated[int, Field(ge=1)] = 2
+    keep: Annotated[int, Field(ge=1), Unit("checkpoints")] = 2
     """Newest checkpoints kept."""
 
 
 class LogConfig(Section):
-    every_steps: Annotated[int, Field(ge=1)] = 10
+    every_steps: Annotated[int, Field(ge=1), Unit("inner steps")] = 10
     """Inner steps between inner_step lines."""
     sinks: tuple[Literal["jsonl"], ...] = ("jsonl",)
     """Where metrics go besides the log."""

@@ -1,0 +1,112 @@
+"""Calls from the trainer to its own network process, over a socket pair that only the two hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+from opendiloco.errors import SwarmError
+
+
+class Caller:
+    """The trainer's end. Calls may overlap; a call that waits is answered by a thread that reads the replies."""
+
+    def __init__(self, connection: Connection, *, explain_end: Callable[[], str]) -> None:
+        """Args: `explain_end` says why the other process ended, once it has."""
+        self._connection, self._explain_end = connection, explain_end
+        self._ids = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, name="network replies", daemon=True)
+        self._reader.start()
+
+    def start(self, method: str, *args: Any) -> Future[Any]:
+        """Begin a call; its future gets the result, or the error raised on the other side.
+
+        Raises:
+            SwarmError: the network process has ended.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._ended:
+                raise SwarmError(self._explain_end())
+            number = next(self._ids)
+            self._pending[number] = future
+            try:
+                self._connection.send((number, method, args))
+            except OSError:
+                del self._pending[number]
+                raise SwarmError(self._explain_end()) from None
+        return future
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call and wait for the result. Raises TimeoutError after `timeout_s` seconds."""
+        return self.start(method, *args).result(timeout_s)
+
+    def hang_up(self) -> None:
+        """Ask the network process to end. Calls that still wait fail."""
+        with contextlib.suppress(OSError), self._lock:
+            self._connection.send(None)
+
+    def close(self) -> None:
+        """Let go of the connection, after the network process has ended."""
+        self._reader.join()
+        self._connection.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, result, error = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            future = self._pending.pop(number)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+        with self._lock:
+            self._ended = True
+            abandoned, self._pending = list(self._pending.values()), {}
+        for future in abandoned:
+            future.set_exception(SwarmError(self._explain_end()))
+
+
+async def answer_calls(connection: Connection, handler: object) -> None:
+    """The network process's end: run `async def` methods of `handler` as asked, until the trainer hangs up."""
+    loop, calls = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    while True:
+        readable = asyncio.Event()
+        loop.add_reader(connection.fileno(), readable.set)
+        await readable.wait()
+        loop.remove_reader(connection.fileno())
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            break
+        if message is None:
+            break
+        number, method, args = message
+        task = loop.create_task(_answer(connection, number, getattr(handler, method)(*args)))
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+    for task in calls:
+        task.cancel()
+
+
+async def _answer(connection: Connection, number: int, call: Awaitable[Any]) -> None:
+    reply: tuple[int, Any, Exception | None]
+    try:
+        reply = (number, await call, None)
+    except Exception as error:  # whatever it is, the trainer's caller decides what to do about it
+        reply = (number, None, error)
+    try:
+        connection.send(reply)
+    except OSError:
+        return  # the trainer is gone: `answer_calls` is about to notice

@@ -1,0 +1,161 @@
+"""libp2p and the DHT node of one peer: start them, explain why they do not start, stop them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hivemind.dht import DHTNode
+from hivemind.dht.protocol import ValidationError
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
+from hivemind.utils.multiaddr import Multiaddr
+
+from opendiloco.config import SwarmConfig
+from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.identity import Identity
+from opendiloco.membership import SignedRecords
+
+PORT_WAIT_S = 5.0  # for the port of a predecessor that is just going
+MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
+TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError)
+
+
+class Host:
+    """This peer on the network: `p2p` (its libp2p daemon) and `node` (its part of the DHT)."""
+
+    p2p: P2P
+    node: DHTNode
+
+    def __init__(self, config: SwarmConfig, identity: Identity, runtime_dir: Path) -> None:
+        self._config, self._identity, self._runtime_dir = config, identity, runtime_dir
+
+    async def open(self) -> None:
+        """Start libp2p and join the DHT through the configured peers.
+
+        Raises:
+            SettingsError: a malformed address, a taken port, a clock that is off.
+            SwarmError: none of the peers answers in time.
+        """
+        peers = [_parse_address("swarm.peers", address, needs_peer=True) for address in self._config.peers]
+        for address in (*self._config.host_maddrs, *self._config.announce_maddrs):
+            _parse_address("swarm.host_maddrs", address, needs_peer=False)
+        await _wait_for_ports(self._config.host_maddrs)
+        limit_s = self._config.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                self.p2p = await self._start_daemon(peers, limit_s)
+                self.node = await DHTNode.create(
+                    p2p=self.p2p,
+                    initial_peers=peers or None,
+                    client_mode=self._config.client_mode,
+                    record_validator=SignedRecords(self._identity),
+                )
+        except ValidationError as error:
+            raise _explain_validation(str(error)) from None
+        except (*TRANSPORT_ERRORS, RuntimeError) as error:
+            raise self._explain(error, limit_s) from None
+
+    async def addresses(self) -> list[str]:
+        """Full addresses (with the peer id) at which others can join through this peer."""
+        return [str(address) for address in await self.p2p.get_visible_maddrs()]
+
+    async def is_alive(self, peer: PeerID) -> bool:
+        """Whether the network process of `peer` answers."""
+        return await self.node.protocol.call_ping(peer) is not None
+
+    async def close(self) -> None:
+        """Leave the DHT and stop libp2p."""
+        if hasattr(self, "node"):
+            with contextlib.suppress(*TRANSPORT_ERRORS):
+                async with asyncio.timeout(1.0):
+                    await self.node.shutdown()
+        if hasattr(self, "p2p"):
+            await self.p2p.shutdown()
+
+    async def _start_daemon(self, peers: Sequence[Multiaddr], limit_s: float) -> P2P:
+        class PrivateP2P(P2P):  # type: ignore[misc]
+            """Keeps its sockets in this peer's runtime folder, where the guard removes them."""
+
+            _UNIX_SOCKET_PREFIX = f"/unix{self._runtime_dir}/"
+
+        return await PrivateP2P.create(
+            initial_peers=peers or None,
+            host_maddrs=self._config.host_maddrs,
+            announce_maddrs=self._config.announce_maddrs or None,
+            identity_path=str(self._identity.path),
+            check_if_identity_free=False,  # knows RSA keys only, and starts a second daemon to find out
+            dht_mode="client" if self._config.client_mode else "server",
+            nat_port_map=False,
+            startup_timeout=limit_s,
+        )
+
+    def _explain(self, error: Exception, limit_s: float) -> SwarmError:
+        if not self._config.peers:
+            return SwarmError(f"libp2p did not start within {limit_s:g} s ({error}): see log.txt")
+        named = ", ".join(self._config.peers[:3]) + (", ..." if len(self._config.peers) > 3 else "")
+        return SwarmError(
+            f"swarm.peers {named}: none answered within {limit_s:g} s: check that one of them runs and can be "
+            f"reached from here, or name another peer of the run"
+        )
+
+
+def _parse_address(setting: str, address: str, *, needs_peer: bool) -> Multiaddr:
+    try:
+        parsed = Multiaddr(address)
+        if needs_peer:
+            PeerID.from_base58(parsed["p2p"])
+    except Exception:  # the parser raises errors of many kinds
+        shape = "/ip4/HOST/tcp/PORT/p2p/PEER_ID" if needs_peer else "/ip4/0.0.0.0/tcp/PORT"
+        raise SettingsError(f"{setting} {address!r} is no address: write it as {shape}") from None
+    return parsed
+
+
+async def _wait_for_ports(addresses: Sequence[str]) -> None:
+    """libp2p shares ports (SO_REUSEPORT), so two daemons on one would both start and both get half the calls."""
+    for address in addresses:
+        found = re.fullmatch(r"/ip([46])/([^/]+)/tcp/(\d+)(/.*)?", address)
+        if found is None or found[3] == "0":
+            continue
+        family = socket.AF_INET if found[1] == "4" else socket.AF_INET6
+        give_up = time.monotonic() + PORT_WAIT_S
+        while not _can_bind(family, found[2], int(found[3])):
+            if time.monotonic() > give_up:
+                raise SettingsError(
+                    f"swarm.host_maddrs {address}: port {found[3]} is taken: stop the process that listens on it or "
+                    f"choose another port (0 takes any free one)"
+                )
+            await asyncio.sleep(0.1)
+
+
+def _can_bind(family: socket.AddressFamily, host: str, port: int) -> bool:
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno in (98, 13):  # in use; not permitted
+                return False
+            raise SettingsError(
+                f"swarm.host_maddrs {host}: {error.strerror}: name an address of this machine"
+            ) from None
+        return True
+
+
+def _explain_validation(message: str) -> SettingsError:
+    times = re.search(r"local: ([\d.]+), peer: ([\d.]+)", message)
+    if times is None:
+        return SettingsError(
+            "swarm.host_maddrs: others cannot reach this peer: open its port, set swarm.announce_maddrs to the address "
+            "they can use, or set swarm.client_mode=true"
+        )
+    skew_s = float(times[1]) - float(times[2])
+    return SettingsError(
+        f"the clock of this machine is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the swarm's, "
+        f"which tolerates {MAX_CLOCK_SKEW_S:g} s: set it (for example with NTP)"
+    )

@@ -1,0 +1,269 @@
+"""DiLoCo as a drop-in optimizer: every H-th step of the inner optimizer ends an outer round with the swarm.
+
+DiLoCo, Algorithm 1, arXiv:2311.08105. The inner optimizer works on the model's parameters as always; after H steps
+theta_t - theta_i is averaged with the other workers, the outer step moves theta, and the model starts from it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDone
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opendiloco.config import Contract, OuterConfig
+from opendiloco.errors import SwarmError
+from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
+from opendiloco.outer import OuterState, genesis_lineage, next_lineage, outer_step, params_hash
+from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+
+POLL_S = 0.2  # how soon a wait for the swarm notices a request to leave
+
+
+class Leave(Exception):
+    """The user asked this worker to leave; raised where the worker waits or is between two steps."""
+
+
+class Averager(Protocol):
+    """The swarm as the optimizer needs it: `swarm.Swarm`, or workers of one process (`simulate`)."""
+
+    @property
+    def peer_id(self) -> str:
+        """This worker's name in the lists of participants."""
+
+    def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """fp32 vectors (host memory, zeros) that both sides see."""
+
+    def enter(self, contract: Contract, layout: str, position: Position) -> int:
+        """Take part in the run from `position` on; returns the number of workers that are there."""
+
+    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
+        """How far this worker's inner phase is."""
+
+    def average(self, request: RoundRequest) -> Future[RoundOutcome]:
+        """One attempt to average `pseudo_gradient` into `average`."""
+
+    def committed(self, position: Position) -> None:
+        """The outer step of a round is done; its hash follows."""
+
+    def set_params_hash(self, round: int, params_hash: str) -> None:
+        """The hash of the state after `round`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundReport:
+    """One attempt at the end of a round, as metrics and log want it."""
+
+    round: int
+    """The round that ended, from 1."""
+    outcome: RoundOutcome
+    lineage: str
+    params_hash: Future[str] | None
+    """After a commit: hash of the new outer state, which a thread is computing."""
+    inner_steps: int
+    tokens: int
+    inner_s: float
+    outer_s: float
+    pseudo_gradient_norm: float
+    outer_gradient_norm: float | None
+
+
+class DiLoCo(torch.optim.Optimizer):
+    """Wraps an inner optimizer; `step` does an inner step and, after the H-th of a round, the outer one.
+
+    Learning-rate schedulers and clipping see the inner optimizer's parameter groups. Frozen parameters and buffers
+    are left alone; tied parameters count once.
+
+    Args:
+        inner: any optimizer over the trainable parameters of `model`.
+        on_round: called with every attempt at a round, from within `step`.
+        leaving: whether the user wants to leave; asked while waiting for the swarm.
+
+    Raises:
+        SettingsError: another worker of the run has another contract, model or initial parameters.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        model: nn.Module,
+        swarm: Averager,
+        contract: Contract,
+        *,
+        on_round: Callable[[RoundReport], None] = lambda report: None,
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self._swarm, self._contract, self._on_round, self._leaving = swarm, contract, on_round, leaving
+        self._parameters = trainable_parameters(model)
+        layout = FlatLayout.of(model)
+        self._vectors = swarm.allocate(_vector_sizes(layout.numel, contract.outer))
+        gather(self._parameters, self._vectors["theta"])
+        self.outer = OuterState(self._vectors["theta"], self._vectors["momentum"], self._vectors["second_moment"])
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="params hash")
+        self._hash = self._hasher.submit(params_hash, self.outer)
+        self.outer.lineage = genesis_lineage(contract.digest, self.params_hash)
+        self.workers = swarm.enter(contract, layout.digest, self._position())
+        self._begin_round()
+
+    @property
+    def round(self) -> int:
+        """Outer rounds committed."""
+        return self.outer.round
+
+    @property
+    def params_hash(self) -> str:
+        """Hash of the outer state; waits while it is being computed."""
+        return self._hash.result()
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps done in the current round."""
+        return self._inner_steps
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One inner step; the last one of a round also ends the round with the swarm.
+
+        Raises:
+            SwarmError: the round failed more often than the contract allows, or this worker was left behind.
+            NonFiniteError: the pseudo-gradient holds a value that is not finite.
+            Leave: the user asked to leave while this worker waited for the swarm.
+        """
+        loss = self.inner.step(closure)
+        self._inner_steps += 1
+        if self._inner_steps == self._contract.inner.steps:
+            self._end_round()
+        return loss
+
+    def count_tokens(self, tokens: int) -> None:
+        """Add to the tokens of this round, which are its weight when outer.weighting is "tokens"."""
+        self._tokens += tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the inner optimizer."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the inner optimizer."""
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def write_outer_parameters(self) -> None:
+        """Put theta, the outer parameters of the last committed round, into the model."""
+        scatter(self.outer.theta, self._parameters)
+
+    def finish(self) -> None:
+        """Wait until the last round has been hashed, and stop the thread that does it."""
+        self._hasher.shutdown()
+
+    # --- the round ---------------------------------------------------------------------------------------
+
+    def _begin_round(self) -> None:
+        self._inner_steps = self._tokens = 0
+        self._phase_started = time.monotonic()
+
+    def _end_round(self) -> None:
+        inner_s = time.monotonic() - self._phase_started
+        gradient = self._vectors["pseudo_gradient"]
+        write_pseudo_gradient(self.outer.theta, self._parameters, gradient)
+        norm = float(torch.linalg.vector_norm(gradient))
+        request = RoundRequest(weight=self._weight(), tokens=self._tokens)
+        for _ in range(self._contract.rounds.max_retries + 1):
+            outcome = self._wait(self._swarm.average(request))
+            if outcome.verdict == "commit":
+                self._commit(outcome, inner_s=inner_s, pseudo_gradient_norm=norm)
+                return
+            self._on_round(self._report(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
+            if outcome.verdict == "resync":
+                raise SwarmError(
+                    f"round {self.round + 1} went on without this worker ({outcome.reason}): start it again"
+                )
+        raise SwarmError(
+            f"round {self.round + 1} failed {self._contract.rounds.max_retries + 1} times "
+            f"({outcome.reason or 'participants differed between parts'}): start this worker again"
+        )
+
+    def _commit(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> None:
+        """The outer step, on bytes that are the same at every participant."""
+        self._hash.result()  # of the state that is about to change
+        started = time.monotonic()
+        average = self._vectors["average"]
+        outer_step(self.outer, average, self._contract.outer)
+        self.outer.lineage = next_lineage(
+            self.outer.lineage, round=self.outer.round, weights=outcome.weights, average_digest=outcome.digest
+        )
+        scatter(self.outer.theta, self._parameters)
+        self._swarm.committed(Position(self.outer.round, self.outer.lineage, ""))
+        outer_s = time.monotonic() - started
+        self._hash = self._hasher.submit(self._hash_and_announce, self.outer.round)
+        self._on_round(
+            self._report(
+                outcome,
+                inner_s=inner_s,
+                pseudo_gradient_norm=pseudo_gradient_norm,
+                outer_s=outer_s,
+                outer_gradient_norm=float(torch.linalg.vector_norm(average)),
+            )
+        )
+        self._begin_round()
+
+    def _hash_and_announce(self, round: int) -> str:
+        """Off the training thread; the state stays as it is until the next commit has waited for this."""
+        digest = params_hash(self.outer)
+        self._swarm.set_params_hash(round, digest)
+        return digest
+
+    def _report(
+        self,
+        outcome: RoundOutcome,
+        *,
+        inner_s: float,
+        pseudo_gradient_norm: float,
+        outer_s: float = 0.0,
+        outer_gradient_norm: float | None = None,
+    ) -> RoundReport:
+        committed = outcome.verdict == "commit"
+        return RoundReport(
+            round=self.outer.round + (not committed),
+            outcome=outcome,
+            lineage=self.outer.lineage,
+            params_hash=self._hash if committed else None,
+            inner_steps=self._inner_steps,
+            tokens=self._tokens,
+            inner_s=inner_s,
+            outer_s=outer_s,
+            pseudo_gradient_norm=pseudo_gradient_norm,
+            outer_gradient_norm=outer_gradient_norm,
+        )
+
+    def _wait(self, future: Future[RoundOutcome]) -> RoundOutcome:
+        while True:
+            try:
+                return future.result(POLL_S)
+            except NotDone:
+                if self._leaving():
+                    raise Leave from None
+
+    def _weight(self) -> float:
+        return float(self._tokens) if self._contract.outer.weighting == "tokens" else 1.0
+
+    def _position(self) -> Position:
+        return Position(self.outer.round, self.outer.lineage, self.params_hash)
+
+
+def _vector_sizes(numel: int, config: OuterConfig) -> dict[str, int]:
+    second_moment = numel if config.optimizer == "adam" else 0
+    return {
+        "theta": numel,
+        "momentum": numel,
+        "second_moment": second_moment,
+        "pseudo_gradient": numel,
+        "average": numel,
+    }

@@ -1,0 +1,72 @@
+"""What a person sees of a worker: one log line per round, and on a terminal a live line of progress."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from opendiloco.config import Contract
+from opendiloco.metrics import RoundEvent
+
+
+def round_line(event: RoundEvent, *, live: int, reason: str) -> str:
+    """The log line of one attempt at a round."""
+    wire_bytes = event.sent_bytes + event.received_bytes
+    rate = f", {wire_bytes * 8e-6 / event.allreduce_s:.0f} Mbit/s" if event.allreduce_s > 0 else ""
+    return (
+        f"round {event.round} | {len(event.participants)} of {live} workers | loss {event.loss:.3f} | "
+        f"inner {event.inner_s:.1f} s, wait {event.wait_s:.1f} s, "
+        f"all-reduce {event.allreduce_s:.1f} s ({wire_bytes / 1e6:.1f} MB {event.codec}{rate}) | "
+        f"{event.verdict} {event.lineage[:6]}" + (f" | {reason}" if reason else "")
+    )
+
+
+class Display:
+    """A live line on the terminal: inner steps of the round, workers, loss, tokens/s, bytes. Silent elsewhere."""
+
+    def __init__(self, contract: Contract) -> None:
+        self._contract = contract
+        self._workers = 0
+        self._bytes = 0
+        self._validation = ""
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            console=Console(file=sys.stderr),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._progress.add_task("starting", total=contract.inner.steps, facts="")
+
+    def inner_step(self, done: int, *, loss: float, tokens_per_s: float) -> None:
+        """After each inner step; `done` counts those of this round."""
+        workers = f"{self._workers} workers | " if self._workers else ""
+        facts = (
+            f"{workers}loss {loss:.3f}{self._validation} | {tokens_per_s:,.0f} tokens/s | {self._bytes / 1e6:.1f} MB"
+        )
+        self._progress.update(self._task, completed=done, facts=facts)
+
+    def round(self, event: RoundEvent, *, live: int) -> None:
+        """After each attempt at a round."""
+        self._workers = live
+        self._bytes += event.sent_bytes + event.received_bytes
+        following = min(event.round + 1, self._contract.run.rounds)
+        self._progress.update(self._task, description=f"round {following}/{self._contract.run.rounds}")
+
+    def evaluation(self, loss: float) -> None:
+        """After each validation."""
+        self._validation = f" | validation {loss:.3f}"
+
+    def __enter__(self) -> Self:
+        self._progress.update(self._task, description=f"round 1/{self._contract.run.rounds}")
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()

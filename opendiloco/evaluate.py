@@ -1,0 +1,55 @@
+"""Validation loss of a model, and the commands `eval` and `generate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from opendiloco.config import ComputeConfig, DataConfig
+from opendiloco.inner import choose_device
+from opendiloco.model import causal_lm_loss, generate_text, load_model
+from opendiloco.tokens import validation_batches
+
+EVAL_BATCH_SIZE = 8
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module, batches: Sequence[Tensor], *, precision: Literal["fp32", "bf16"] = "fp32"
+) -> tuple[float, int]:
+    """Mean next-token cross entropy (nats) over `batches` of int64 [batch, seq_len], and how many tokens that was."""
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    total, count = 0.0, 0
+    for batch in batches:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = float(causal_lm_loss(model, batch.to(device)))
+        predicted = batch.shape[0] * (batch.shape[1] - 1)
+        total += loss * predicted
+        count += predicted
+    model.train(training)
+    return total / count, count
+
+
+def run_eval(model_dir: Path, data: DataConfig, *, compute: ComputeConfig) -> int:
+    """Print validation loss and perplexity of a saved model on the held-out part of `data`."""
+    model, tokenizer = load_model(model_dir)
+    model.to(choose_device(compute))
+    batches = validation_batches(data, tokenizer, batch_size=EVAL_BATCH_SIZE)
+    loss, tokens = validation_loss(model, batches, precision=compute.precision)
+    print(f"validation loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f} | {tokens} tokens")
+    return 0
+
+
+def run_generate(model_dir: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int) -> int:
+    """Print the prompt and what the model writes after it."""
+    model, tokenizer = load_model(model_dir)
+    text = generate_text(model, tokenizer, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    print(prompt + text)
+    return 0

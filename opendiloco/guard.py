@@ -1,0 +1,124 @@
+"""Owner of a worker's helper processes: when the worker is gone, for whatever reason, so are they.
+
+The trainer starts this file as a script (`python guard.py RUNTIME_DIR COMMAND...`) in a session of its own and
+holds the write end of the guard's standard input. The guard runs COMMAND (the network process, which in turn starts
+libp2p's daemon) and becomes the subreaper of everything below it. The end of standard input - an orderly close or a
+kill -9 of the trainer - makes it stop COMMAND; the end of COMMAND makes it kill what COMMAND left behind. Last it
+removes RUNTIME_DIR with the sockets in it; locks held by inherited descriptors last until then. Only the standard
+library is used, so that it is up in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_PR_SET_CHILD_SUBREAPER = 36
+_PREFIX = "opendiloco-"
+FDS_VARIABLE = "OPENDILOCO_FDS"
+"""Environment variable that lists the descriptors which the guard passes on to COMMAND."""
+
+
+def make_runtime_dir() -> Path:
+    """A private folder (mode 700) with a short path: unix sockets allow about 100 characters."""
+    parent = tempfile.gettempdir()
+    if len(parent) > 40:
+        parent = "/tmp"
+    _remove_orphans(Path(parent))
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+
+
+def guard_command(runtime_dir: Path, command: list[str]) -> list[str]:
+    """The command line that runs `command` under a guard."""
+    return [sys.executable, "-I", "-S", __file__, str(runtime_dir), *command]
+
+
+def _lock(runtime_dir: Path) -> int | None:
+    """Take the folder's lock, which says that its guard lives; None when another process holds it."""
+    descriptor = os.open(runtime_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Remove the folders of guards that were killed themselves (for example with their whole container)."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = folder.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < 60:
+                continue
+            if not (folder / "lock").exists():
+                continue
+            descriptor = _lock(folder)
+            if descriptor is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(descriptor)
+
+
+def _children() -> list[int]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return [int(pid) for pid in children.read_text().split()]
+
+
+def _kill_descendants() -> None:
+    """Kill children until none is left: those of a killed child become the subreaper's own."""
+    while children := _children():
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _wait_for_end(child: subprocess.Popen[bytes]) -> bool:
+    """Wait until the child ends (True) or the trainer's end of standard input closes (False)."""
+    ended = os.pidfd_open(child.pid)
+    try:
+        while True:
+            readable, _, _ = select.select([0, ended], [], [])
+            if ended in readable:
+                return True
+            if not os.read(0, 4096):
+                return False
+    finally:
+        os.close(ended)
+
+
+def main() -> int:
+    runtime_dir, command = Path(sys.argv[1]), sys.argv[2:]
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # only the trainer's end ends the guard
+    lock = _lock(runtime_dir)
+    inherited = [int(fd) for fd in os.environ.get(FDS_VARIABLE, "").split(",") if fd]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+    if not _wait_for_end(child):
+        child.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+    status = child.poll()
+    _kill_descendants()
+    shutil.rmtree(runtime_dir, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+    return status if status is not None and status >= 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Who is there: signed, expiring records on the DHT - every peer's progress, and the contracts of the runs.
+
+Every record on the DHT belongs to the peer whose id ends its subkey and is signed by that peer's identity key;
+peers refuse to store or to return anything else (`SignedRecords`). What a record says is still only a claim of its
+owner: it is checked for type and size here, and nothing is allocated from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgpack
+from hivemind.dht import DHTNode
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from opendiloco.config import Contract, contract_from_wire, contract_to_wire
+from opendiloco.errors import SettingsError
+from opendiloco.identity import Identity, peer_id_of, verify
+
+MAX_RECORD_BYTES = 64 * 1024
+MAX_LIFETIME_S = 300.0
+CONTRACT_LIFETIME_S = 60.0
+CONTRACT_COPIES = 3
+RUNS_KEY = "opendiloco.runs"
+
+HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Time = Annotated[float, Field(ge=0, le=1e11)]
+
+
+class Progress(BaseModel):
+    """What a worker says about itself. Times are DHT times (Unix seconds)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    session: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    """Random per process: tells a restarted peer from a second process with the same key."""
+    started: Time
+    issued: Time
+    contract: HexDigest
+    layout: HexDigest
+    round: Annotated[int, Field(ge=0, le=2**40)]
+    """Outer rounds committed."""
+    lineage: HexDigest
+    params_hash: HexDigest
+    hashed_round: Annotated[int, Field(ge=0, le=2**40)]
+    """The round that `params_hash` belongs to: hashing lags behind committing."""
+    state: Literal["training", "averaging", "left"]
+    steps: Annotated[int, Field(ge=0, le=2**40)]
+    """Inner steps done in this round."""
+    tokens_per_s: Annotated[float, Field(ge=0, le=1e12)]
+    expected_finish: Time
+    client_mode: bool
+
+
+class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
+    """Signs this peer's records and refuses records that are not signed by their owner, too big or too long-lived."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """Envelope of value, public key and signature."""
+        signature = self._identity.sign(_signed_bytes(record))
+        return _pack([record.value, self._identity.public_key, signature])
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the record is by the peer its subkey ends with, and of a decent size and lifetime."""
+        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > time.time() + MAX_LIFETIME_S:
+            return False
+        try:
+            owner = str(msgpack.unpackb(record.subkey)).rsplit("/", 1)[-1]
+            value, public_key, signature = msgpack.unpackb(record.value)
+            claimed = DHTRecord(record.key, record.subkey, bytes(value), record.expiration_time)
+            return peer_id_of(public_key) == owner and verify(public_key, _signed_bytes(claimed), signature)
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return False
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        """The value inside the envelope."""
+        return bytes(msgpack.unpackb(record.value)[0])
+
+
+def _signed_bytes(record: DHTRecord) -> bytes:
+    fields = [b"opendiloco record", record.key, record.subkey, record.value, record.expiration_time]
+    return _pack(fields)
+
+
+def _pack(fields: list[object]) -> bytes:
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+@dataclass
+class Membership:
+    """This peer's view of its run, and its own records in it."""
+
+    node: DHTNode
+    identity: Identity
+    expiry_s: float
+    run_id: str = ""
+    view: dict[str, Progress] = field(default_factory=dict)
+    """Live workers of the run by peer id, this one excluded; as of the last `refresh`."""
+    own: Progress | None = None
+    """This peer's own newest record as the DHT shows it."""
+
+    async def announce(self, progress: Progress) -> bool:
+        """Store this peer's progress for the next `expiry_s` seconds; False when nobody took it."""
+        return await self._store(f"{self.run_id}.progress", self.identity.peer_id, progress.model_dump())
+
+    async def refresh(self) -> None:
+        """Read the records of all workers of the run; keeps the old view when the DHT does not answer."""
+        records = await self._read(f"{self.run_id}.progress")
+        if records is None:
+            return
+        parsed = {peer: _parse(value) for peer, value in records.items()}
+        self.own = parsed.pop(self.identity.peer_id, None)
+        self.view = {peer: record for peer, record in parsed.items() if record is not None and record.state != "left"}
+
+    async def publish_contract(self, contract: Contract) -> None:
+        """Keep a few signed copies of the contract on the DHT, renewed by whoever sees too few."""
+        runs = await self._read(RUNS_KEY, min_lifetime_s=CONTRACT_LIFETIME_S / 2) or {}
+        copies = [key for key in runs if key.startswith(f"{contract.run.id}/")]
+        if len(copies) < CONTRACT_COPIES:
+            subkey = f"{contract.run.id}/{self.identity.peer_id}"
+            await self._store(RUNS_KEY, subkey, contract_to_wire(contract), lifetime_s=CONTRACT_LIFETIME_S)
+
+    async def find_runs(self) -> dict[str, list[Contract]]:
+        """Contracts on this DHT by run id; more than one under an id means that its peers disagree."""
+        found: dict[str, dict[str, Contract]] = {}
+        for subkey, value in (await self._read(RUNS_KEY) or {}).items():
+            run_id = subkey.rpartition("/")[0]
+            try:
+                contract = contract_from_wire(value)
+            except (SettingsError, TypeError):
+                continue  # a broken record harms only its owner
+            if contract.run.id == run_id:
+                found.setdefault(run_id, {})[contract.digest] = contract
+        return {run_id: list(contracts.values()) for run_id, contracts in found.items()}
+
+    async def _store(self, key: str, subkey: str, value: Any, lifetime_s: float | None = None) -> bool:
+        expiration = time.time() + (lifetime_s or self.expiry_s)
+        return bool(await self.node.store(key, value, expiration_time=expiration, subkey=subkey))
+
+    async def _read(self, key: str, min_lifetime_s: float = 0.0) -> Mapping[str, Any] | None:
+        found = await self.node.get(key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return {} if found is None else None
+        horizon = time.time() + min_lifetime_s
+        return {
+            subkey: item.value
+            for subkey, item in found.value.items()
+            if isinstance(subkey, str) and item.expiration_time > horizon
+        }
+
+
+def _parse(value: object) -> Progress | None:
+    try:
+        return Progress.model_validate(value)
+    except ValidationError:
+        return None

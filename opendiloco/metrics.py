@@ -1,0 +1,255 @@
+"""metrics.jsonl: what happened to a worker, one JSON object a line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from .errors import SettingsError
+from .logs import setup_logging as setup_logging
+
+Verdict = Literal["commit", "retry", "skip", "resync"]
+
+_LOGGER = logging.getLogger("opendiloco")
+_WARNING_INTERVAL_S = 60.0
+
+
+# --- events: one class per kind of line, one field per key ----------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events. Durations end in _s, sizes in _bytes."""
+
+    event: ClassVar[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinEvent(Event):
+    """This worker has its replica and starts to train."""
+
+    event = "join"
+    round: int  # committed rounds in the replica
+    lineage: str
+    source: Literal["fresh", "checkpoint", "swarm"]
+    donors: Sequence[str]  # peer ids
+    received_bytes: int
+    seconds_s: float
+    params_hash: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerStepEvent(Event):
+    """One inner step, every log.every_steps of them."""
+
+    event = "inner_step"
+    round: int
+    inner_step: int
+    global_inner_step: int
+    loss: float
+    lr: float  # as stored in the optimizer
+    grad_norm: float  # before clipping
+    tokens_seen: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEvent(Event):
+    """The end of an outer round; None where the verdict leaves nothing to report."""
+
+    event = "round"
+    round: int  # t + 1, the round just ended
+    verdict: Verdict
+    participants: Sequence[str]  # peer ids
+    weights: Mapping[str, float]  # peer id -> weight
+    lineage: str
+    params_hash: str | None
+    loss: float  # mean over the inner phase
+    inner_steps: int
+    tokens: int
+    swarm_tokens: int
+    inner_s: float
+    wait_s: float
+    rendezvous_s: float
+    allreduce_s: float
+    outer_s: float
+    sent_bytes: int
+    received_bytes: int
+    codec: str
+    pseudo_gradient_norm: float | None
+    outer_gradient_norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalEvent(Event):
+    """Validation of the outer parameters after a round."""
+
+    event = "eval"
+    round: int
+    loss: float
+    perplexity: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveEvent(Event):
+    """This worker left in order."""
+
+    event = "leave"
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarningEvent(Event):
+    """Something a user should look at; training goes on."""
+
+    event = "warning"
+    message: str
+
+
+# --- metrics.jsonl -------------------------------------------------------------------------------------
+
+
+class MetricsLog:
+    """Appends events to metrics.jsonl, each handed to the operating system when write returns.
+
+    A line cut by an earlier kill is removed on opening. An error while writing (disk full) never stops
+    training: the event is lost and the log says so at most once a minute. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        peer: str,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self.lost_events = 0
+        self._peer = peer
+        self._wall_clock, self._clock = wall_clock, clock
+        self._silent_until = -math.inf
+        self._lock = threading.Lock()
+        try:
+            self._file = path.open("ab", buffering=0)
+            _repair_tail(self._file, path)
+        except OSError as error:
+            raise SettingsError(f"cannot write {path}: {error.strerror}: choose another --out") from None
+
+    def write(self, event: Event) -> None:
+        """Append one line; `time` is now, floats that are not finite become null."""
+        line: dict[str, object] = {"event": event.event, "time": self._wall_clock(), "peer": self._peer}
+        line |= {item.name: getattr(event, item.name) for item in fields(event)}
+        data = json.dumps(_plain(line), allow_nan=False).encode("ascii") + b"\n"
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._append(data)
+            except OSError as error:
+                self.lost_events += 1
+                self._warn(error)
+
+    def _append(self, data: bytes) -> None:
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(data)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)  # no half line for later ones to be glued to
+            raise
+
+    def _warn(self, error: OSError) -> None:
+        now = self._clock()
+        if now >= self._silent_until:
+            self._silent_until = now + _WARNING_INTERVAL_S
+            _LOGGER.warning(
+                "cannot write %s: %s: %d events lost so far, training goes on; make room on that disk",
+                self.path,
+                error.strerror,
+                self.lost_events,
+            )
+
+    def close(self) -> None:
+        """Close the file; later events are dropped."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All events of a metrics.jsonl; a last line that is still being written, or was cut, is left out."""
+    lines = path.read_bytes().split(b"\n")
+    events = [json.loads(line) for line in lines[:-1]]
+    if _is_event(lines[-1]):
+        events.append(json.loads(lines[-1]))
+    return events
+
+
+def _repair_tail(file: io.FileIO, path: Path) -> None:
+    """End the file with a whole line: finish one that lacks only its newline, remove one that is cut."""
+    data = path.read_bytes()
+    start = data.rfind(b"\n") + 1
+    if _is_event(data[start:]):
+        file.write(b"\n")
+    elif start < len(data):
+        file.truncate(start)
+
+
+def _is_event(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _plain(value: object) -> object:
+    """The value as JSON knows it: no NaN or infinity, no tensors or NumPy scalars, text for the rest."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    item = getattr(value, "item", None)
+    return _plain(item()) if callable(item) else str(value)
+
+
+class Stopwatch:
+    """Measures durations in seconds from the moment it is made."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = self._lap = clock()
+
+    def elapsed_s(self) -> float:
+        """Seconds since it was made."""
+        return self._clock() - self._start
+
+    def lap_s(self) -> float:
+        """Seconds since the last call, or since it was made."""
+        now = self._clock()
+        lap, self._lap = now - self._lap, now
+        return lap

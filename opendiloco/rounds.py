@@ -1,0 +1,193 @@
+"""Pure decisions of a round: its key, who leads, who is waited for and how long, who reduces what, the verdict.
+
+Nothing here touches the network or a clock; times are numbers that come in as arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import blake3
+
+Verdict = Literal["commit", "retry", "skip", "resync"]
+
+PART_VALUES = 256 * 1024  # values per part: 256 KB as int8, a tenth of a second at 20 Mbit/s
+MIN_GRACE_S = 5.0
+GRACE_SHARE = 0.5  # of an inner phase
+SPREAD_FACTOR = 3.0
+MAX_WAIT_FACTOR = 2.0  # times an inner phase
+
+
+def group_key(*, run: str, contract: str, layout: str, lineage: str, round: int) -> str:
+    """Peers average together only if all of this is equal."""
+    text = "\n".join((run, contract, layout, lineage, str(round)))
+    return blake3.blake3(text.encode(), derive_key_context="opendiloco group key").hexdigest()
+
+
+def leader_order(key: str, peers: Collection[str]) -> tuple[str, ...]:
+    """Who gathers the group, first choice first: the same for everybody, another peer every round."""
+    return tuple(sorted(peers, key=lambda peer: blake3.blake3(f"{key}\n{peer}".encode()).digest()))
+
+
+def quorum_size(live: int, share: float) -> int:
+    """Fewest members that are more than `share` of `live` peers: two such groups cannot exist at once."""
+    return math.floor(live * share) + 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a worker stands between two rounds."""
+
+    round: int
+    """Outer rounds committed."""
+    lineage: str
+    params_hash: str
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """What a worker brings to the end of an inner phase, besides its pseudo-gradient."""
+
+    weight: float
+    """Weight of its pseudo-gradient in the average."""
+    tokens: int
+    """Tokens it trained on in this round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOutcome:
+    """What one rendezvous and one all-reduce came to at a worker."""
+
+    verdict: Verdict
+    reason: str = ""
+    """Why it is not a commit, or who dropped out of one."""
+    live: int = 1
+    """Live workers of this round, whether or not they took part."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Participants of a commit with their weights."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Participants of a commit with their tokens."""
+    digest: str = ""
+    """BLAKE3 of the averaged bytes."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Peers that dropped out, and how it showed."""
+    wait_s: float = 0.0
+    """From this worker's arrival to that of the last one."""
+    rendezvous_s: float = 0.0
+    """From then to the start of the all-reduce."""
+    allreduce_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What the leader of a round knows."""
+
+    now: float
+    """Clock of the leader, seconds."""
+    arrived: Mapping[str, float]
+    """When each peer that is there arrived, on the leader's clock."""
+    expected: Mapping[str, float]
+    """Live peers of this lineage: when they expect to be done with their inner phase."""
+    inner_s: float
+    """Length of a usual inner phase, seconds; bounds the wait for stragglers."""
+    gone: frozenset[str] = frozenset()
+    """Peers that dropped out of this round before somebody's eyes: not waited for, but counted for the quorum."""
+
+
+def start_time(gathering: Gathering, *, quorum: float, deadline: float | Literal["adaptive"]) -> float | None:
+    """When the group starts with those who are there; None while they are no quorum.
+
+    At once when nobody is missing. Otherwise after the deadline, which is either a fixed number of seconds after
+    the first arrival, or follows the arrivals: their median plus a multiple of their spread, so that one straggler
+    does not decide how long all others wait.
+    """
+    arrived, expected = gathering.arrived, gathering.expected
+    live = arrived.keys() | expected.keys()
+    if not arrived or len(arrived) < quorum_size(len(live), quorum):
+        return None
+    missing = live - arrived.keys() - gathering.gone
+    if not missing:
+        return max(arrived.values())
+    first = min(arrived.values())
+    if deadline != "adaptive":
+        return first + deadline
+    times = sorted([*arrived.values(), *(max(expected[peer], gathering.now) for peer in missing)])
+    median = statistics.median_low(times)
+    spread = statistics.median_low(sorted(abs(time - median) for time in times))
+    latest_useful = median + max(MIN_GRACE_S, GRACE_SHARE * gathering.inner_s, SPREAD_FACTOR * spread)
+    bound = first + max(MIN_GRACE_S, MAX_WAIT_FACTOR * gathering.inner_s)
+    return min(latest_useful, bound)
+
+
+def reduce_shares(bandwidths: Sequence[float]) -> tuple[float, ...]:
+    """Share of the vector each peer reduces so that the slowest link is done soonest; 0 bandwidth reduces nothing.
+
+    A peer of k moves (1 + (k - 2) * share) vectors each way. Filling up a common finish time T gives
+    share = max(0, (T * bandwidth - 1) / (k - 2)); with two peers any split costs the same, so it is even.
+    Bandwidths within a factor of 1.5 count as equal: measurements are noisy.
+    """
+    able = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
+    if not able:
+        raise ValueError("no peer of the group can be reached, so nobody can reduce")
+    count = len(bandwidths)
+    if count <= 2 or max(able) <= 1.5 * min(able):
+        return tuple(1 / len(able) if bandwidth > 0 else 0.0 for bandwidth in bandwidths)
+
+    def shares(finish: float) -> list[float]:
+        return [max(0.0, (finish * bandwidth - 1) / (count - 2)) for bandwidth in bandwidths]
+
+    low, high = 0.0, (count - 1) / min(able)
+    while sum(shares(high)) < 1:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shares(middle)) < 1 else (low, middle)
+    found = shares(high)
+    return tuple(share / sum(found) for share in found)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of the flat vector that travels and is averaged as one message."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Values in the part."""
+        return self.stop - self.start
+
+
+def plan_parts(numel: int, shares: Sequence[float], *, alignment: int) -> tuple[tuple[Part, ...], ...]:
+    """Split `numel` values into one run of parts per reducer, proportional to `shares`.
+
+    Slices begin at multiples of `alignment` (the codec's block), so that blocks never straddle two reducers.
+    """
+    total, reached, start = math.fsum(shares), 0.0, 0
+    plan = []
+    for index, share in enumerate(shares):
+        reached += share
+        last = not any(shares[index + 1 :])
+        stop = numel if last else min(numel, round(numel * reached / total / alignment) * alignment)
+        stop = max(stop, start) if share > 0 else start
+        plan.append(tuple(Part(at, min(at + PART_VALUES, stop)) for at in range(start, stop, PART_VALUES)))
+        start = stop
+    return tuple(plan)
+
+
+def verdict(members: Collection[str], masks: Collection[frozenset[str]], missing_parts: int) -> Verdict:
+    """What one all-reduce of `members` comes to at a peer that got parts averaged over `masks`.
+
+    Commit only with every part, all of them over the same peers: whoever is in the average is in all of it.
+    """
+    if missing_parts or len(set(masks)) > 1:
+        return "retry"
+    only = next(iter(set(masks)), frozenset(members))
+    return "commit" if only else "retry"

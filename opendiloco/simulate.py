@@ -1,0 +1,141 @@
+"""k workers in one process, no network: the same worker, inner and outer code; only the all-reduce is replaced.
+
+It is the oracle of the tests: a real swarm with codec `none` follows it within fp32 rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import blake3
+import torch
+from torch import Tensor
+
+from opendiloco.codec import Codec, get_codec
+from opendiloco.config import ComputeConfig, Contract, PeerConfig
+from opendiloco.logs import setup_logging
+from opendiloco.metrics import MetricsLog
+from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.settings import Settings, write_toml
+from opendiloco.trainer import Worker
+
+logger = logging.getLogger(__name__)
+
+
+def run_simulation(contract: Contract, compute: ComputeConfig, *, workers: int, out: Path) -> int:
+    """Train with simulated workers; the folders are those of a real swarm's workers."""
+    with setup_logging(out / "log.txt", console=True):
+        write_toml(out / "run.toml", contract)
+        names = [f"worker-{index}" for index in range(workers)]
+        finished = simulate(contract, compute, names, out)
+        finished[0].save(out / "model")
+    return 0
+
+
+def simulate(contract: Contract, compute: ComputeConfig, names: Sequence[str], out: Path) -> list[Worker]:
+    """Train one worker per name, each in a thread and a folder of its own; returns them after the last round.
+
+    Args:
+        names: peer ids; they decide which text a worker reads, as in a real swarm.
+    """
+    group = SimulatedGroup(names, get_codec(contract.outer.codec))
+    settings = Settings(contract, PeerConfig(compute=compute))
+
+    def work(name: str) -> Worker:
+        try:
+            folder = out / name
+            folder.mkdir(parents=True, exist_ok=True)
+            with MetricsLog(folder / "metrics.jsonl", name) as metrics:
+                worker = Worker(settings, group.member(name), metrics, stream=name)
+                worker.train()
+            return worker
+        except BaseException:
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(len(names), thread_name_prefix="simulated worker") as threads:
+        return list(threads.map(work, names))
+
+
+class SimulatedGroup:
+    """Averages the members' pseudo-gradients once all of them have come, with the codec's losses both ways."""
+
+    def __init__(self, names: Sequence[str], codec: Codec) -> None:
+        self.names, self._codec = sorted(names), codec
+        self._members = {name: SimulatedSwarm(self, name) for name in self.names}
+        self._barrier = threading.Barrier(len(names), action=self._average)
+        self._outcome = RoundOutcome(verdict="retry")
+
+    def member(self, name: str) -> SimulatedSwarm:
+        """The swarm as the worker of that name sees it."""
+        return self._members[name]
+
+    def arrive(self) -> RoundOutcome:
+        """Wait for all members, then return what the round came to."""
+        self._barrier.wait()
+        return self._outcome
+
+    def abort(self) -> None:
+        """A member failed: let the others fail too instead of waiting for it."""
+        self._barrier.abort()
+
+    def _average(self) -> None:
+        """The weighted mean in the order of the names, in fp32, encoded once (run by the last to arrive)."""
+        members = [self._members[name] for name in self.names]
+        total = sum(member.request.weight for member in members)
+        mean = torch.zeros_like(members[0].vectors["average"])
+        for member in members:
+            mean += self._travelled(member.vectors["pseudo_gradient"]) * member.request.weight
+        encoded = self._codec.encode(mean.div_(total))
+        for member in members:
+            self._codec.decode(encoded, member.vectors["average"])
+        self._outcome = RoundOutcome(
+            verdict="commit",
+            live=len(members),
+            weights={member.peer_id: member.request.weight for member in members},
+            tokens={member.peer_id: member.request.tokens for member in members},
+            digest=blake3.blake3(encoded.numpy().data).hexdigest(),
+        )
+
+    def _travelled(self, values: Tensor) -> Tensor:
+        received = torch.empty_like(values)
+        self._codec.decode(self._codec.encode(values), received)
+        return received
+
+
+class SimulatedSwarm:
+    """An `Averager` that is one member of a `SimulatedGroup`."""
+
+    def __init__(self, group: SimulatedGroup, name: str) -> None:
+        self._group, self.peer_id = group, name
+        self.vectors: dict[str, Tensor] = {}
+        self.request = RoundRequest(weight=1.0, tokens=0)
+
+    def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """fp32 zeros by name."""
+        self.vectors = {name: torch.zeros(size) for name, size in sizes.items()}
+        return self.vectors
+
+    def enter(self, contract: Contract, layout: str, position: Position) -> int:
+        """All members are there from the start."""
+        return len(self._group.names)
+
+    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
+        """Nobody to tell."""
+
+    def average(self, request: RoundRequest) -> Future[RoundOutcome]:
+        """Wait for the other members; the future is done."""
+        self.request = request
+        done: Future[RoundOutcome] = Future()
+        done.set_result(self._group.arrive())
+        return done
+
+    def committed(self, position: Position) -> None:
+        """Nobody to tell."""
+
+    def set_params_hash(self, round: int, params_hash: str) -> None:
+        """Nobody to tell."""

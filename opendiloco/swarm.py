@@ -1,0 +1,232 @@
+"""The trainer's handle on the swarm: starts and owns this peer's network process and asks it for rounds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from opendiloco import guard
+from opendiloco.channel import Caller
+from opendiloco.config import Contract, SwarmConfig
+from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.identity import Identity
+from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.shared import create_shared_memory, map_vectors
+
+CLOSE_TIMEOUT_S = 3.0
+RUNS_POLL_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class Swarm:
+    """One peer's membership of a swarm. Use it as a context manager, or call `close`.
+
+    Threads: `report` and `workers` may be called from any thread.
+    """
+
+    def __init__(self, config: SwarmConfig, folder: Path) -> None:
+        """Start the network process, which begins to join the DHT; `folder` takes the identity file and log.txt.
+
+        Raises:
+            SettingsError: a key file that cannot be used.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        identity = Identity.load_or_create(Path(config.identity) if config.identity else folder / "identity.key")
+        self._log_file = folder / "log.txt"
+        self._memory = create_shared_memory()
+        key_lock = identity.claim()
+        self.peer_id = identity.peer_id
+        self.addresses: list[str] = []
+        try:
+            self._start_process(key_lock, (config, identity.path))
+        finally:
+            os.close(key_lock)  # the guard holds it from here on
+        self._opening = self._caller.start("open")
+
+    def open(self) -> None:
+        """Wait until this peer is on the DHT; `addresses` are its full addresses then.
+
+        Raises:
+            SettingsError: an address, port or clock that cannot work.
+            SwarmError: none of the configured peers answers in time.
+        """
+        self.addresses = self._opening.result()
+
+    def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None]) -> None:
+        """Spawn the network process under its guard, which outlives this process just long enough to clean up."""
+        self._runtime_dir = guard.make_runtime_dir()
+        ours, theirs = socket.socketpair()
+        inherited = [theirs.fileno(), self._memory, key_lock]
+        command = [sys.executable, "-m", "opendiloco.network", str(theirs.fileno()), str(self._memory)]
+        with open(self._log_file, "ab") as log:
+            self._guard = subprocess.Popen(
+                guard.guard_command(self._runtime_dir, command),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=inherited,
+                env={**os.environ, guard.FDS_VARIABLE: ",".join(map(str, inherited))},
+                start_new_session=True,  # Ctrl-C in a terminal reaches the trainer only
+            )
+        theirs.close()
+        connection = Connection(ours.detach())
+        connection.send((*what, self._runtime_dir))
+        self._caller = Caller(connection, explain_end=self._explain_end)
+
+    # --- the run -----------------------------------------------------------------------------------------
+
+    def find_contract(self, run_id: str | None, *, wait_s: float) -> Contract | None:
+        """The contract of run `run_id`, or of the only run there is; None when this swarm has no such run.
+
+        Args:
+            wait_s: how long to wait for a run to appear; others may be just starting.
+
+        Raises:
+            SettingsError: there are several runs and `run_id` names none, or its peers disagree on the contract.
+        """
+        give_up = time.monotonic() + wait_s
+        while True:
+            runs: dict[str, list[Contract]] = self._caller.call("find_runs")
+            if run_id is None and len(runs) > 1:
+                raise SettingsError(f"the swarm has runs {', '.join(sorted(runs))}: choose one with --run-id")
+            found = next(iter(runs.values()), []) if run_id is None else runs.get(run_id, [])
+            if len(found) > 1:
+                digests = ", ".join(contract.digest[:12] for contract in found)
+                raise SettingsError(f"run {run_id} has several contracts ({digests}): choose another run.id")
+            if found:
+                return found[0]
+            if time.monotonic() >= give_up:
+                return None
+            time.sleep(RUNS_POLL_S)
+
+    def runs(self) -> list[str]:
+        """Ids of the runs on this DHT."""
+        return sorted(self._caller.call("find_runs"))
+
+    def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """fp32 vectors in memory shared with the network process, zero at first, by name."""
+        self._sizes = dict(sizes)
+        return map_vectors(self._memory, self._sizes)
+
+    def enter(self, contract: Contract, layout: str, position: Position) -> int:
+        """Become a worker of the run and wait until its first round may start; returns how many workers are there.
+
+        Raises:
+            SettingsError: other workers of the run have another contract, model or initial parameters.
+        """
+        self._caller.call("enter", contract, layout, self._sizes, position)
+        present: int = self._caller.call("wait_for_start")
+        return present
+
+    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
+        """Tell the swarm how far this worker's inner phase is; does not wait."""
+        self._caller.start("report", steps, tokens_per_s, finish_in_s)
+
+    def average(self, request: RoundRequest) -> Future[RoundOutcome]:
+        """One attempt at the round with the pseudo-gradient in shared memory (see `allocate`)."""
+        return self._caller.start("average", request)
+
+    def committed(self, position: Position) -> None:
+        """Announce the state after a committed round."""
+        self._caller.call("committed", position)
+
+    def set_params_hash(self, round: int, params_hash: str) -> None:
+        """Announce the hash of the state after `round`; does not wait."""
+        self._caller.start("set_params_hash", round, params_hash)
+
+    def workers(self) -> int:
+        """Live workers of the run, this one included."""
+        count: int = self._caller.call("workers")
+        return count
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Announce that this worker goes. The network may be gone already: then nobody is told."""
+        try:
+            self._caller.call("leave", timeout_s=CLOSE_TIMEOUT_S)
+        except (SwarmError, TimeoutError) as error:
+            logger.warning("nobody could be told that this worker leaves: %s", error)
+
+    def check(self) -> None:
+        """Raise SwarmError when the network process has ended."""
+        if self._guard.poll() is not None:
+            raise SwarmError(self._explain_end())
+
+    def close(self) -> None:
+        """Stop the network process and wait until nothing of it is left. May be called twice."""
+        if self._memory < 0:
+            return
+        self._caller.hang_up()
+        for wait_s in (CLOSE_TIMEOUT_S, guard.GRACE_S + 1):
+            try:
+                self._guard.wait(wait_s)
+                break
+            except subprocess.TimeoutExpired:
+                assert self._guard.stdin is not None
+                self._guard.stdin.close()  # makes the guard stop the network process itself
+        self._caller.close()
+        os.close(self._memory)
+        self._memory = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.leave()
+        self.close()
+
+    def _explain_end(self) -> str:
+        return f"the network process of this peer has ended: the reason is in {self._log_file}"
+
+
+def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path | None) -> int:
+    """Run a DHT peer that does not train until SIGINT or SIGTERM; returns the exit code.
+
+    Args:
+        folder: keeps the peer's key, and so its address, for the next start; None takes a new key each time.
+    """
+    stop = threading.Event()
+    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="opendiloco-bootstrap-") as temporary,
+            Swarm(config, folder or Path(temporary)) as swarm,
+        ):
+            swarm.open()
+            write_addresses(address_file, swarm.addresses)
+            for address in swarm.addresses:
+                print(address, flush=True)
+            while not stop.wait(1.0):
+                swarm.check()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def write_addresses(path: Path | None, addresses: list[str]) -> None:
+    """Write addresses one a line, complete or not at all; others wait for this file."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text("".join(f"{address}\n" for address in addresses))
+    beside.replace(path)

@@ -1,0 +1,234 @@
+"""Documents: the text behind data.source, cut into pieces, and which pieces are held out for validation.
+
+A file, or a row of a data set, is cut at line ends into pieces of bounded size. From then on a piece is
+the document: one large file works as well as a million small ones.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from opendiloco.config import DataConfig
+from opendiloco.errors import SettingsError
+
+PIECE_CHARS = 16_384
+"""Characters of the longest document; longer files and rows are cut."""
+MIN_PIECES = 20
+"""A source that gives fewer documents than this is cut finer, so that both parts get some."""
+MIN_PIECE_CHARS = 256
+"""Characters below which nothing is cut finer."""
+MEMORY_PIECES = 2_048
+"""A jsonl, parquet or hub data set with at most this many documents is kept in memory, not streamed."""
+MEMORY_BYTES = 2 * 1024**3
+"""Size of the largest text: source; larger ones belong into jsonl or parquet, which are streamed."""
+
+_SCHEMES = "stdlib, text:PATH, jsonl:PATH, parquet:PATH or hf:NAME[/CONFIG]"
+_STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_SUFFIXES = {
+    "jsonl": (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
+    "parquet": (".parquet",),
+}
+
+
+@dataclass(frozen=True)
+class MemoryText:
+    """A source that is read as a whole. `documents` are distinct and in the order of their digests,
+    hence independent of file names and of the file system."""
+
+    documents: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StreamedText:
+    """A source too large to hold: shards (its files) of rows, each of which can be read from any row on."""
+
+    data: DataConfig
+    dataset: Any
+    """A datasets.IterableDataset."""
+
+    @property
+    def shard_count(self) -> int:
+        return int(self.dataset.num_shards)
+
+    def rows(self, shard: int, *, skip: int = 0) -> Iterator[list[str]]:
+        """Documents of each row of one shard, without its first `skip` rows. A row may give none.
+
+        Raises:
+            SettingsError: a row that cannot be read or has no text in data.text_field.
+        """
+        part = self.dataset.shard(num_shards=self.shard_count, index=shard)
+        for text in _row_texts(part.skip(skip) if skip else part, self.data):
+            yield cut(text, PIECE_CHARS)
+
+
+def read_source(data: DataConfig) -> MemoryText | StreamedText:
+    """Open data.source.
+
+    Returns: all documents of a `stdlib`, `text:` or small data set, else a source to stream from.
+    Raises:
+        SettingsError: unknown scheme, missing or empty source, missing text field, unreadable rows.
+    """
+    scheme, colon, place = data.source.partition(":")
+    if data.source == "stdlib":
+        return _in_memory(_read_files(_stdlib_files(), data), data)
+    if not colon or not place or scheme not in ("text", "jsonl", "parquet", "hf"):
+        raise SettingsError(f"data.source is {data.source!r}: use {_SCHEMES}")
+    if scheme == "text":
+        return _in_memory(_read_files(_files(data, place, suffixes=()), data), data)
+    source = StreamedText(data=data, dataset=_open_dataset(data, scheme, place))
+    rows = (row for shard in range(source.shard_count) for row in source.rows(shard))
+    head = list(islice((piece for row in rows for piece in row), MEMORY_PIECES + 1))
+    if len(head) <= MEMORY_PIECES:
+        return _in_memory(head, data)
+    held = sum(is_held_out(digest(piece), data.validation_fraction) for piece in head)
+    if not 0 < held < len(head):
+        cure = "raise" if held == 0 else "lower"
+        raise SettingsError(
+            f"data.validation_fraction is {data.validation_fraction} and holds out {held} of the first "
+            f"{len(head)} documents of data.source {data.source}: {cure} it"
+        )
+    return source
+
+
+def cut(text: str, size: int) -> list[str]:
+    """Split text into pieces of at most `size` characters, at line ends where there are any.
+
+    The pieces joined give the text; pieces of white space alone are left out.
+    """
+    pieces = []
+    start = 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        pieces.append(text[start:end])
+        start = end
+    return [piece for piece in pieces if not piece.isspace()]
+
+
+def digest(text: str) -> int:
+    """Hash of a document in [0, 2**64): the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big")
+
+
+def is_held_out(document_digest: int, fraction: float) -> bool:
+    """Whether a document belongs to validation: decided by its text alone, so that peers agree unasked."""
+    return document_digest < fraction * 2.0**64
+
+
+def _in_memory(pieces: Iterable[str], data: DataConfig) -> MemoryText:
+    distinct = {digest(piece): piece for piece in pieces}
+    if not distinct:
+        raise SettingsError(f"data.source {data.source} has no text: name one that has some")
+    if len(distinct) < MIN_PIECES:
+        total_chars = sum(map(len, distinct.values()))
+        size = max(MIN_PIECE_CHARS, total_chars // MIN_PIECES)
+        distinct = {digest(piece): piece for whole in distinct.values() for piece in cut(whole, size)}
+    return MemoryText(documents=tuple(distinct[key] for key in sorted(distinct)))
+
+
+def _read_files(files: list[Path], data: DataConfig) -> Iterator[str]:
+    total_bytes = sum(file.stat().st_size for file in files)
+    if total_bytes > MEMORY_BYTES:
+        raise SettingsError(
+            f"data.source {data.source} has {total_bytes / 1e9:.1f} GB, more than the "
+            f"{MEMORY_BYTES / 1e9:.1f} GB that are kept in memory: store it as jsonl or parquet, which are "
+            "streamed"
+        )
+    for file in files:
+        content = file.read_bytes()
+        if b"\0" not in content[:8192]:  # a NUL byte: not a text file
+            yield from cut(content.decode("utf-8", "replace").replace("\r\n", "\n"), PIECE_CHARS)
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [f for f in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(f.relative_to(root).parts)]
+    if not files:
+        raise SettingsError(f"data.source is stdlib, but {root} has no .py files: use text:PATH")
+    return sorted(files)
+
+
+def _files(data: DataConfig, place: str, *, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files a path, folder or glob stands for, sorted; hidden ones of a folder are left out."""
+    path = Path(place).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = (f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts))
+        files = [f for f in inside if f.is_file() and (not suffixes or f.name.endswith(suffixes))]
+        if not files:
+            kinds = " or ".join(suffixes) or "text"
+            raise SettingsError(f"data.source is {data.source}, but that folder has no {kinds} files")
+        return sorted(files)
+    files = [f for f in map(Path, glob.glob(str(path), recursive=True)) if f.is_file()]
+    if not files:
+        raise SettingsError(f"data.source is {data.source}, but there is no such file: correct the path")
+    return sorted(files)
+
+
+def _open_dataset(data: DataConfig, scheme: str, place: str) -> Any:
+    """A streaming data set of the `datasets` library, which reads compressed and remote files alike."""
+    from datasets import load_dataset  # slow to import, and needed by these schemes only
+
+    try:
+        if scheme == "hf":
+            name, config = _hub_name(place)
+            return load_dataset(name, config, split="train", streaming=True)
+        files = _files(data, place, suffixes=_SUFFIXES[scheme])
+        full = [str(file) for file in files if file.stat().st_size]
+        if not full:
+            raise SettingsError(f"data.source {data.source} has no text: name one that has some")
+        kind = "json" if scheme == "jsonl" else "parquet"
+        return load_dataset(kind, data_files=full, split="train", streaming=True)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise SettingsError(
+            f"data.source is {data.source}, which is neither a folder here nor could it be reached on the hub: "
+            f"{_first_line(error)}"
+        ) from error
+    except (ValueError, TypeError, OSError, RuntimeError, StopIteration) as error:
+        raise SettingsError(f"data.source {data.source} cannot be read: {_first_line(error)}") from error
+
+
+def _hub_name(place: str) -> tuple[str, str | None]:
+    """Name and configuration in NAME[/CONFIG]. A name has an owner: allenai/c4/en is en of allenai/c4."""
+    parts = place.split("/")
+    if Path(place).expanduser().is_dir() or len(parts) != 3:
+        return str(Path(place).expanduser()) if place.startswith("~") else place, None
+    return "/".join(parts[:2]), parts[2]
+
+
+def _row_texts(dataset: Any, data: DataConfig) -> Iterator[str]:
+    """The text of each row; an empty string for a row whose text is null."""
+    rows = iter(dataset)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise SettingsError(f"data.source {data.source} cannot be read: {_first_line(error)}") from error
+        if data.text_field not in row:
+            raise SettingsError(
+                f"data.text_field is {data.text_field!r}, but data.source {data.source} has the fields "
+                f"{', '.join(sorted(map(str, row)))}: set it to the one that holds the text"
+            )
+        text = row[data.text_field]
+        if text is not None and not isinstance(text, str):
+            raise SettingsError(
+                f"data.text_field is {data.text_field!r}, which holds {type(text).__name__} and not text in "
+                f"data.source {data.source}: set it to another of {', '.join(sorted(map(str, row)))}"
+            )
+        yield text or ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
