@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from .errors import OpendilocoError, SettingsError
-from .options import (
+from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.options import (
     AddressFile,
     AnnounceMaddrs,
     Debug,
@@ -71,7 +71,7 @@ def bootstrap(
     debug: Debug = False,
 ) -> int:
     """Run a DHT peer that does not train, for others to join through."""
-    from .settings import Flag, load_settings
+    from opendiloco.settings import Flag, load_settings
 
     state = _state(context, debug)
     state.log_file = out / "log.txt" if out else None
@@ -84,7 +84,7 @@ def bootstrap(
     flags = [Flag(option, setting, value) for option, (setting, value) in given.items() if value not in (None, [])]
     settings = load_settings(None, peer, set_ or (), flags=flags)
     with _leave_on_request():
-        from .swarm import run_bootstrap
+        from opendiloco.swarm import run_bootstrap
 
         return run_bootstrap(settings.peer.swarm, out, address_file)
 
@@ -109,7 +109,7 @@ def train(
 
     Without --run, a worker that joins takes the run contract from the swarm.
     """
-    from .settings import Flag, load_settings
+    from opendiloco.settings import Flag, load_settings
 
     state = _state(context, debug)
     given = {"--peers": ("swarm.peers", peers), "--run-id": ("run.id", run_id)}
@@ -118,7 +118,7 @@ def train(
     folder = out or Path("runs") / settings.contract.run.id
     state.log_file = folder / "log.txt"
     with _leave_on_request():
-        from .trainer import run_worker
+        from opendiloco.trainer import run_worker
 
         return run_worker(settings, folder, run_id=run_id, resume=resume, address_file=address_file)
 
@@ -136,11 +136,11 @@ def simulate(
     debug: Debug = False,
 ) -> int:
     """Train with K workers in one process and no network: the same algorithm, step by step."""
-    from .settings import load_settings
+    from opendiloco.settings import load_settings
 
     _state(context, debug).log_file = out / "log.txt"
     settings = load_settings(run, peer, set_ or ())
-    from .simulate import run_simulation
+    from opendiloco.simulate import run_simulation
 
     return run_simulation(settings.contract, settings.peer.compute, workers=workers, out=out)
 
@@ -155,12 +155,12 @@ def evaluate(
     debug: Debug = False,
 ) -> int:
     """Print validation loss (nats per token) and perplexity of a model."""
-    from .settings import load_settings
+    from opendiloco.settings import load_settings
 
     _state(context, debug)
     beside = model_dir.absolute().parent / "run.toml"
     settings = load_settings(run or (beside if beside.is_file() else None), peer, set_ or ())
-    from .evaluate import run_eval
+    from opendiloco.evaluate import run_eval
 
     return run_eval(model_dir, settings.contract.data, compute=settings.peer.compute)
 
@@ -179,7 +179,7 @@ def generate(
 ) -> int:
     """Print text that a model writes after PROMPT."""
     _state(context, debug)
-    from .evaluate import run_generate
+    from opendiloco.evaluate import run_generate
 
     return run_generate(model_dir, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
@@ -187,7 +187,7 @@ def generate(
 @app.command("settings")
 def settings_() -> int:
     """Print every setting with its default, description, unit and allowed values."""
-    from .settings import settings_help
+    from opendiloco.settings import settings_help
 
     typer.echo(settings_help())
     return 0

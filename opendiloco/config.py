@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .errors import SettingsError
+from opendiloco.errors import SettingsError
 
 MAX_WIRE_BYTES = 64 * 1024
 """Largest run contract that is taken from the swarm; an ordinary one is below 2 KB."""

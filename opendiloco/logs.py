@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
-from .errors import SettingsError
+from opendiloco.errors import SettingsError
 
 _LOGGER = logging.getLogger("opendiloco")
 _LIBRARIES = ("hivemind", "transformers", "datasets", "huggingface_hub")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from .errors import SettingsError
-from .logs import setup_logging as setup_logging
+from opendiloco.errors import SettingsError
+from opendiloco.logs import setup_logging as setup_logging
 
 Verdict = Literal["commit", "retry", "skip", "resync"]
 
@@ -199,11 +199,32 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All events of a metrics.jsonl; a last line that is still being written, or was cut, is left out."""
-    lines = path.read_bytes().split(b"\n")
-    events = [json.loads(line) for line in lines[:-1]]
-    if _is_event(lines[-1]):
-        events.append(json.loads(lines[-1]))
-    return events
+    reader = MetricsReader(path)
+    reader.read()
+    if _is_event(reader.rest):
+        reader.events.append(json.loads(reader.rest))
+    return reader.events
+
+
+class MetricsReader:
+    """Follows a metrics.jsonl that may not exist yet: `events` grows with every `read`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events: list[dict[str, Any]] = []
+        self.rest = b""
+        """A last line that is not whole yet."""
+        self._offset = 0
+
+    def read(self) -> None:
+        """Take in the lines that have been written since the last call."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            *lines, self.rest = file.read().split(b"\n")
+        self._offset += sum(len(line) + 1 for line in lines)
+        self.events += [json.loads(line) for line in lines]
 
 
 def _repair_tail(file: io.FileIO, path: Path) -> None:
@@ -235,21 +256,3 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     item = getattr(value, "item", None)
     return _plain(item()) if callable(item) else str(value)
-
-
-class Stopwatch:
-    """Measures durations in seconds from the moment it is made."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._start = self._lap = clock()
-
-    def elapsed_s(self) -> float:
-        """Seconds since it was made."""
-        return self._clock() - self._start
-
-    def lap_s(self) -> float:
-        """Seconds since the last call, or since it was made."""
-        now = self._clock()
-        lap, self._lap = now - self._lap, now
-        return lap

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .errors import SettingsError
+from opendiloco.errors import SettingsError
 
 Run = Annotated[Path | None, typer.Option("--run", metavar="RUN.toml", help="Run contract. Default: every default.")]
 Peer = Annotated[Path | None, typer.Option("--peer", metavar="PEER.toml", help="Own settings. Default: every default.")]

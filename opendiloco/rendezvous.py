@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, AsyncIterator, Literal  # noqa: UP035 - hivemind's handlers know only this AsyncIterator
 
 import msgpack
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase

@@ -17,10 +17,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from .config import Allowed, Contract, PeerConfig, Section, Unit, contract_difference
-from .config import contract_from_wire as contract_from_wire
-from .config import contract_to_wire as contract_to_wire
-from .errors import SettingsError
+from opendiloco.config import Allowed, Contract, PeerConfig, Section, Unit, contract_difference
+from opendiloco.config import contract_from_wire as contract_from_wire
+from opendiloco.config import contract_to_wire as contract_to_wire
+from opendiloco.errors import SettingsError
 
 Config = TypeVar("Config", Contract, PeerConfig)
 

@@ -25,7 +25,6 @@ from opendiloco.metrics import (
     LeaveEvent,
     MetricsLog,
     RoundEvent,
-    Stopwatch,
     WarningEvent,
     read_metrics,
     setup_logging,
@@ -202,15 +201,6 @@ def test_lines_of_several_threads_do_not_mix_and_writing_after_close_is_dropped(
     log.close()
     log.write(LeaveEvent(round=0, reason="late"))
     assert len(read_metrics(tmp_path / "m")) == 200
-
-
-def test_stopwatch_measures_laps_and_the_whole() -> None:
-    clock = Clock()
-    watch = Stopwatch(clock)
-    clock.now = 2.0
-    assert watch.lap_s() == 2.0
-    clock.now = 5.0
-    assert (watch.lap_s(), watch.elapsed_s()) == (3.0, 5.0)
 
 
 def test_own_lines_go_to_file_and_console_and_libraries_to_the_file_only(
