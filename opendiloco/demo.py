@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("stopped; everything it started has ended")
         return 0
     except OpendilocoError as error:
-        console.print(f"opendiloco: {error}", markup=False, highlight=False)
+        console.print(f"opendiloco: {error}", markup=False, highlight=False, soft_wrap=True)
         return error.exit_code
 
 
@@ -67,7 +67,11 @@ def _run(options: argparse.Namespace, extra: list[str], console: Console, stack:
     overrides += [value for flag, value in itertools.pairwise(extra) if flag == "--set"]
     settings = load_settings(None, None, overrides)
     write_toml(out / "run.toml", settings.contract)
-    console.print(f"1 bootstrap peer and {options.workers} workers in {out} (logs and metrics of each in its folder)")
+    console.print(
+        f"1 bootstrap peer and {options.workers} workers in {out} (logs and metrics of each in its folder)",
+        highlight=False,
+        soft_wrap=True,
+    )
     processes = _Processes(out)
     stack.callback(processes.stop)
     addresses = _start_bootstrap(processes, out / "bootstrap.addr")
@@ -192,7 +196,7 @@ def _watch(
                 reader.read()
             lines = _round_lines(readers[0].events)
             for line in lines[shown:]:
-                console.print(line, highlight=False)
+                console.print(line, highlight=False, soft_wrap=True)
             shown = len(lines)
             if console.is_terminal:
                 live.update(_table(workers, readers, rounds, inner_steps), refresh=True)
@@ -251,9 +255,9 @@ def _summarize(workers: list[Process], events: list[list[dict[str, Any]]], round
     folder = workers[0].folder / "model"
     command = [sys.executable, "-m", "opendiloco", "generate", str(folder), PROMPT, "--max-new-tokens", "160"]
     sample = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    console.print(f"\nsample after {PROMPT!r}:", highlight=False)
-    console.print(sample.stdout.rstrip() or sample.stderr.rstrip(), markup=False, highlight=False)
-    console.print(f"\nmore of it: ./launch.sh generate {folder} 'import '", highlight=False)
+    console.print(f"\nsample after {PROMPT!r}:", highlight=False, soft_wrap=True)
+    console.print(sample.stdout.rstrip() or sample.stderr.rstrip(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nmore of it: ./launch.sh generate {folder} 'import '", highlight=False, soft_wrap=True)
     return 0 if all_committed and identical and sample.returncode == 0 else 1
 
 

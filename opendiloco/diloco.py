@@ -6,6 +6,7 @@ theta_t - theta_i is averaged with the other workers, the outer step moves theta
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,9 @@ from opendiloco.outer import OuterState, genesis_lineage, next_lineage, outer_st
 from opendiloco.rounds import Position, RoundOutcome, RoundRequest
 
 POLL_S = 0.2  # how soon a wait for the swarm notices a request to leave
+PATIENCE_S = 15.0  # between two lines that say whom a round waits for
+
+logger = logging.getLogger(__name__)
 
 
 class Leave(Exception):
@@ -47,6 +51,9 @@ class Averager(Protocol):
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """One attempt to average `pseudo_gradient` into `average`."""
+
+    def awaited(self) -> str:
+        """Whom a running `average` waits for, in words."""
 
     def committed(self, position: Position) -> None:
         """The outer step of a round is done; its hash follows."""
@@ -244,12 +251,16 @@ class DiLoCo(torch.optim.Optimizer):
         )
 
     def _wait(self, future: Future[RoundOutcome]) -> RoundOutcome:
+        patience = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return future.result(POLL_S)
             except NotDone:
                 if self._leaving():
                     raise Leave from None
+            if time.monotonic() > patience:
+                logger.warning("round %d waits: %s", self.round + 1, self._swarm.awaited())
+                patience = time.monotonic() + PATIENCE_S
 
     def _weight(self) -> float:
         return float(self._tokens) if self._contract.outer.weighting == "tokens" else 1.0

@@ -73,7 +73,8 @@ class Identity:
                 if time.monotonic() > give_up:
                     os.close(descriptor)
                     raise SettingsError(
-                        f"swarm.identity {self.path} is in use by another process: give each peer its own key file"
+                        f"swarm.identity {self.path} is in use by another process: "
+                        f"give each peer a folder (--out) or key file of its own"
                     ) from None
             time.sleep(0.1)
 

@@ -37,6 +37,7 @@ from opendiloco.wire import FrameKind, Stream, WireError
 
 STREAM_NAME = "opendiloco.reduce"
 REFRESH_S = 0.25  # shortest time between two looks at the DHT
+MIN_MEASURED_BYTES = 1_000_000
 MIN_LIMIT_S = 30.0  # for an attempt, whatever its size
 MIN_BYTES_PER_S = 125_000  # 1 Mbit/s: a group that is slower than this gives up
 
@@ -56,7 +57,8 @@ class PeerProcess:
         self._last_participants: frozenset[str] = frozenset()
         self._dropped: dict[str, set[str]] = {}  # group key -> peers that dropped out of its attempts
         self._reductions: dict[bytes, asyncio.Future[AllReduce]] = {}
-        self._bandwidth = 1.0  # bytes/s; peers that have not measured theirs count as equal
+        self._bandwidth: float | None = None  # bytes/s, once measured
+        self._fatal: SettingsError | None = None  # found by the heartbeat, raised by the next call
         self._phase_started = time.monotonic()
         self._inner_s = 0.0  # length of the last inner phase
         self._refreshed = 0.0
@@ -149,13 +151,16 @@ class PeerProcess:
         try:
             while not gathering.done():
                 await asyncio.wait({gathering}, timeout=1.0)
+                if self._fatal is not None:
+                    raise self._fatal
                 if not gathering.done() and (ahead := self._ahead()) is not None:
-                    return _resync(ahead, wait_s=time.monotonic() - started)
+                    return RoundOutcome(verdict="resync", reason=ahead, wait_s=time.monotonic() - started)
             assembly = gathering.result()
         finally:
             gathering.cancel()
         gathered = time.monotonic()
         attempt = await self._reduce(assembly.group)
+        self._measure(attempt)
         self._dropped[key] |= attempt.failures.keys()
         if attempt.verdict == "commit":
             self._last_participants = frozenset(attempt.weights)
@@ -179,9 +184,19 @@ class PeerProcess:
         """The hash of the state after `round`, which is computed after the round was announced."""
         self._update(params_hash=params_hash, hashed_round=round)
 
-    async def workers(self) -> int:
-        """Live workers of the run, this one included."""
-        return len(self._membership.view) + 1
+    async def awaited(self) -> str:
+        """Whom this peer's round waits for, in words."""
+        outlook, view = self._outlook(), self._membership.view
+        others = {peer: view[peer] for peer in sorted(outlook.candidates) if peer in view}
+        now = time.time()
+        missing = [
+            f"{peer} ({record.steps} inner steps done, expected in {max(0.0, record.expected_finish - now):.0f} s)"
+            for peer, record in others.items()
+            if record.state != "averaging"
+        ]
+        return f"{len(outlook.candidates) - len(missing)} of {len(outlook.candidates)} workers are there" + (
+            f", missing: {', '.join(missing)}" if missing else ""
+        )
 
     async def leave(self) -> None:
         """Tell the swarm that this worker goes."""
@@ -223,9 +238,12 @@ class PeerProcess:
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
             try:
-                await self._announce()
                 await self._refresh()
+                self._check_agreement()
+                await self._announce()
                 await self._membership.publish_contract(self._contract)
+            except SettingsError as error:
+                self._fatal = error
             except TRANSPORT_ERRORS as error:
                 logger.warning("the DHT did not take this peer's record: %r", error)
 
@@ -279,16 +297,22 @@ class PeerProcess:
                     f"install the same versions of torch and transformers"
                 )
         seen = self._membership.own
-        if seen is not None and seen.session != own.session and seen.started > own.started:
+        if seen is not None and seen.session != own.session and seen.issued > own.started > seen.started:
             raise SettingsError(
-                f"swarm.identity of this peer ({self._identity.peer_id}) is in use by another process: "
-                f"give each peer a key file of its own"
+                f"swarm.identity {self._identity.path} is in use by another process of the swarm: "
+                f"give each peer a folder (--out) or key file of its own"
             )
 
     # --- all-reduce --------------------------------------------------------------------------------------
 
-    def _offered_bandwidth(self) -> float:
+    def _offered_bandwidth(self) -> float | None:
         return 0.0 if self._config.client_mode else self._bandwidth
+
+    def _measure(self, attempt: Attempt) -> None:
+        """Follow this peer's bandwidth; small transfers measure latency and say nothing."""
+        if attempt.sent_bytes >= MIN_MEASURED_BYTES:
+            before = self._bandwidth if self._bandwidth is not None else attempt.bandwidth
+            self._bandwidth = (before + attempt.bandwidth) / 2
 
     async def _reduce(self, group: Group) -> Attempt:
         assert self._contract is not None
@@ -360,10 +384,6 @@ def _require_finite(values: torch.Tensor) -> None:
     """One pass: the extremes of a vector with a NaN are NaN."""
     if values.numel() and not all(torch.isfinite(extreme) for extreme in torch.aminmax(values)):
         raise NonFiniteError("the pseudo-gradient is not finite: this worker does not contribute to the round")
-
-
-def _resync(reason: str, *, wait_s: float) -> RoundOutcome:
-    return RoundOutcome(verdict="resync", reason=reason, wait_s=wait_s)
 
 
 def _outcome(attempt: Attempt, live: int, gathering_s: float, wait_s: float, allreduce_s: float) -> RoundOutcome:

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, AsyncIterator, Literal  # noqa: UP035 - hivemind's handlers know only this AsyncIterator
 
 import msgpack
@@ -43,8 +44,8 @@ class _Offer(BaseModel):
 
     weight: Weight
     tokens: Tokens
-    bandwidth: Annotated[float, Field(ge=0, le=1e15)]
-    """Bytes per second; 0: reduces nothing."""
+    bandwidth: Annotated[float, Field(ge=0, le=1e15)] | None
+    """Bytes per second; 0: reduces nothing; None: not measured yet."""
     gone: list[Annotated[str, Field(max_length=128)]] = Field(max_length=MAX_MEMBERS)
     """Peers that dropped out of this round before this peer's eyes."""
 
@@ -67,8 +68,8 @@ class RoundCall:
     key: str
     weight: float
     tokens: int
-    bandwidth: float
-    """Bytes per second; 0: reduces nothing."""
+    bandwidth: float | None
+    """Bytes per second; 0: reduces nothing; None: not measured yet."""
     gone: frozenset[str] = frozenset()
     """Peers that dropped out of an earlier attempt."""
 
@@ -235,6 +236,7 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
         if self._lobby is None or self._lobby.key != key or self._lobby.outcome.done():
             self._lobby = _Lobby(key)
             self._watching = asyncio.create_task(self._watch(self._lobby))
+            self._watching.add_done_callback(partial(_end, self._lobby))
         return self._lobby
 
     async def _watch(self, lobby: _Lobby) -> None:
@@ -243,7 +245,6 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
         while True:
             lobby.changed.clear()
             if not lobby.followers or self._outlook().key != lobby.key:
-                lobby.outcome.set_result(None)
                 return
             now = time.monotonic()
             if now - refreshed > KEEPALIVE_S:
@@ -268,7 +269,7 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
         """Fix the members; False when nobody among them could reduce."""
         peers = sorted(lobby.followers)
         bandwidths = [lobby.followers[peer].offer.bandwidth for peer in peers]
-        if not any(bandwidths):
+        if not any(bandwidth != 0 for bandwidth in bandwidths):
             return False
         last = max(follower.arrived for follower in lobby.followers.values())
         for peer, share in zip(peers, reduce_shares(bandwidths), strict=True):
@@ -341,3 +342,13 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
             ordered_peer_ids=[PeerID.from_base58(member).to_bytes() for member in assembly.group.peers],
             gathered=[msgpack.packb(lobby.places[member].model_dump()) for member in assembly.group.peers],
         )
+
+
+def _end(lobby: _Lobby, watching: asyncio.Task[None]) -> None:
+    """However the watch over a lobby ended, nobody waits in it for ever."""
+    if not lobby.outcome.done():
+        error = None if watching.cancelled() else watching.exception()
+        if error is not None:
+            lobby.outcome.set_exception(error)
+        else:
+            lobby.outcome.set_result(None)

@@ -125,13 +125,19 @@ def start_time(gathering: Gathering, *, quorum: float, deadline: float | Literal
     return min(latest_useful, bound)
 
 
-def reduce_shares(bandwidths: Sequence[float]) -> tuple[float, ...]:
-    """Share of the vector each peer reduces so that the slowest link is done soonest; 0 bandwidth reduces nothing.
+def reduce_shares(measured: Sequence[float | None]) -> tuple[float, ...]:
+    """Share of the vector that each peer reduces, so that the slowest link is done soonest.
+
+    Args:
+        measured: bandwidth of each peer in bytes/s; 0 reduces nothing, None (not measured yet) counts as the median.
 
     A peer of k moves (1 + (k - 2) * share) vectors each way. Filling up a common finish time T gives
     share = max(0, (T * bandwidth - 1) / (k - 2)); with two peers any split costs the same, so it is even.
     Bandwidths within a factor of 1.5 count as equal: measurements are noisy.
     """
+    known = [bandwidth for bandwidth in measured if bandwidth]
+    usual = statistics.median_low(known) if known else 1.0
+    bandwidths = [usual if bandwidth is None else bandwidth for bandwidth in measured]
     able = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
     if not able:
         raise ValueError("no peer of the group can be reached, so nobody can reduce")

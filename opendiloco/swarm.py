@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 class Swarm:
     """One peer's membership of a swarm. Use it as a context manager, or call `close`.
 
-    Threads: `report` and `workers` may be called from any thread.
+    Methods may be called from any thread.
     """
 
     def __init__(self, config: SwarmConfig, folder: Path) -> None:
@@ -150,10 +150,10 @@ class Swarm:
         """Announce the hash of the state after `round`; does not wait."""
         self._caller.start("set_params_hash", round, params_hash)
 
-    def workers(self) -> int:
-        """Live workers of the run, this one included."""
-        count: int = self._caller.call("workers")
-        return count
+    def awaited(self) -> str:
+        """Whom the round waits for, in words."""
+        words: str = self._caller.call("awaited")
+        return words
 
     # --- the end -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,156 @@
+"""One member's slice of an all-reduce: take others' values, average them, hand everybody the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from opendiloco.codec import Codec, CodecError, accumulate
+from opendiloco.rounds import Part
+from opendiloco.wire import FrameKind, Stream, WireError
+
+KEEPALIVE_S = 1.0
+
+Accept = Callable[[Part, memoryview, bytes], None]
+
+
+@dataclass
+class _Reduction:
+    """One part of the slice."""
+
+    part: Part
+    waiting: set[int]
+    """Members whose values are still to come."""
+    contributors: set[int] = field(default_factory=set)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    payload: tuple[memoryview, bytes] | None = None
+    """Encoded average and mask of contributors, once done; None when the average is not finite."""
+
+
+class Reducer:
+    """Averages one slice in fp32 with the weights of those who really sent, and encodes each part once."""
+
+    def __init__(
+        self, parts: Sequence[Part], weights: Sequence[float], me: int, *, codec: Codec, accept: Accept
+    ) -> None:
+        """Args: `weights` of all members by index, `me` this member's index, `accept` takes each finished part."""
+        self._weights, self._me, self._codec, self._accept = weights, me, codec, accept
+        self._others = set(range(len(weights))) - {me}
+        self._reductions = [_Reduction(part, set(self._others)) for part in parts]
+        self._first = parts[0].start if parts else 0
+        self._sums = torch.zeros(sum(part.size for part in parts), dtype=torch.float32)
+        self._scratch = torch.empty(max((part.size for part in parts), default=0), dtype=torch.float32)
+        self._seen: set[int] = set()  # members that opened their stream
+        self._unserved = set(self._others) if parts else set()
+        self._all_seen, self._all_served = asyncio.Event(), asyncio.Event()
+        self.failures: dict[int, str] = {}
+
+    async def run(self, values: Tensor, *, silence_s: float) -> None:
+        """Add this member's own `values` (fp32 [N], the whole vector), then wait until all parts are averaged."""
+        for reduction in self._reductions:
+            own = values[reduction.part.start : reduction.part.stop]
+            self._sum_of(reduction).add_(own * self._weights[self._me])
+            reduction.contributors.add(self._me)
+            self._finish_if_complete(reduction)
+            await asyncio.sleep(0)  # let streams move between parts
+        if self._unserved:
+            await self._drop_absent(silence_s)
+        await asyncio.gather(*(reduction.done.wait() for reduction in self._reductions))
+
+    async def wait_until_served(self, limit_s: float) -> None:
+        """Wait, at most `limit_s` seconds, until all members have been sent their averages or have dropped out."""
+        if self._unserved:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._all_served.wait()
+
+    async def serve(self, sender: int, stream: Stream) -> None:
+        """Take one other member's values from its stream, and answer with the averages."""
+        if sender in self._seen or sender not in self._unserved:
+            await stream.refuse("a second stream of one member, or one to a member that reduces nothing")
+            return
+        self._seen.add(sender)
+        if self._seen == self._others:
+            self._all_seen.set()
+        answering = asyncio.create_task(self._answer(stream))
+        try:
+            await self._receive(sender, stream)
+            await answering
+        except (WireError, CodecError) as error:
+            self._drop(sender, str(error))
+            await stream.refuse(str(error))
+        finally:
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError, WireError):
+                await answering
+            self._served(sender)
+
+    async def _receive(self, sender: int, stream: Stream) -> None:
+        for reduction in self._reductions:
+            _, payload = await stream.receive({FrameKind.PART: self._codec.wire_bytes(reduction.part.size)})
+            if sender not in reduction.waiting:
+                raise WireError("was too late and has been left out")
+            accumulate(
+                self._codec,
+                torch.frombuffer(payload, dtype=torch.uint8),
+                weight=self._weights[sender],
+                accumulator=self._sum_of(reduction),
+                scratch=self._scratch,
+            )
+            reduction.waiting.discard(sender)
+            reduction.contributors.add(sender)
+            self._finish_if_complete(reduction)
+
+    async def _answer(self, stream: Stream) -> None:
+        for reduction in self._reductions:
+            while not reduction.done.is_set():
+                try:
+                    async with asyncio.timeout(KEEPALIVE_S):
+                        await reduction.done.wait()
+                except TimeoutError:
+                    await stream.send(FrameKind.WAITING)
+            if reduction.payload is None:
+                raise WireError("the average is not finite")
+            await stream.send(FrameKind.AVERAGE, *reduction.payload)
+
+    async def _drop_absent(self, silence_s: float) -> None:
+        """Give up on members that have not even opened their stream."""
+        try:
+            async with asyncio.timeout(silence_s):
+                await self._all_seen.wait()
+        except TimeoutError:
+            for sender in self._others - self._seen:
+                self._drop(sender, f"sent nothing for {silence_s:g} s")
+                self._served(sender)
+
+    def _drop(self, sender: int, reason: str) -> None:
+        """Leave a member out of all parts that it has not sent."""
+        self.failures.setdefault(sender, reason)
+        for reduction in self._reductions:
+            if sender in reduction.waiting:
+                reduction.waiting.discard(sender)
+                self._finish_if_complete(reduction)
+
+    def _served(self, sender: int) -> None:
+        self._unserved.discard(sender)
+        if not self._unserved:
+            self._all_served.set()
+
+    def _finish_if_complete(self, reduction: _Reduction) -> None:
+        if reduction.waiting or reduction.done.is_set() or self._me not in reduction.contributors:
+            return
+        mean = self._sum_of(reduction).div_(sum(self._weights[index] for index in reduction.contributors))
+        with contextlib.suppress(CodecError):
+            encoded = memoryview(self._codec.encode(mean).numpy().data)
+            mask = sum(1 << index for index in reduction.contributors)
+            reduction.payload = encoded, mask.to_bytes((len(self._weights) + 7) // 8, "little")
+            self._accept(reduction.part, *reduction.payload)
+        reduction.done.set()
+
+    def _sum_of(self, reduction: _Reduction) -> Tensor:
+        return self._sums[reduction.part.start - self._first : reduction.part.stop - self._first]
