@@ -1,0 +1,170 @@
+"""The leader's side of a rendezvous: who has arrived for a round, when its group starts, who reduces what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from opendiloco.allreduce import Group, Member
+from opendiloco.rounds import Gathering, reduce_shares, start_time
+
+REFRESH_S = 1.0  # between two looks at membership while somebody waits
+MAX_MEMBERS = 1024
+
+Weight = Annotated[float, Field(gt=0, le=1e15)]
+Tokens = Annotated[int, Field(ge=0, le=2**50)]
+
+
+class Offer(BaseModel):
+    """What an arriving peer brings; it comes from another peer and is checked on the way in."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+    weight: Weight
+    tokens: Tokens
+    bandwidth: Annotated[float, Field(ge=0, le=1e15)] | None
+    """Bytes per second; 0: reduces nothing; None: not measured yet."""
+    gone: list[Annotated[str, Field(max_length=128)]] = Field(max_length=MAX_MEMBERS)
+    """Peers that dropped out of this round before this peer's eyes."""
+
+
+class Place(BaseModel):
+    """A member's place in the group, as the leader assigns it."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+    weight: Weight
+    tokens: Tokens
+    share: Annotated[float, Field(ge=0, le=1)]
+    wait_s: Annotated[float, Field(ge=0)]
+    """From the member's arrival to the last one."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A live peer of a round: when it expects to be done (this process's clock), and whether it can lead."""
+
+    expected_finish: float
+    can_lead: bool
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The round as membership sees it: the key of the current round, and its live peers, this one included."""
+
+    key: str
+    candidates: Mapping[str, Candidate]
+    inner_s: float
+    """Length of a usual inner phase."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a group may start; see `rounds.start_time`."""
+
+    quorum: float
+    deadline: float | Literal["adaptive"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A group that has started, with every member's place in it."""
+
+    group: Group
+    places: Mapping[str, Place]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    offer: Offer
+    time: float
+
+
+@dataclass
+class Lobby:
+    """Who has arrived at this peer for the round of group key `key`."""
+
+    key: str
+    started: asyncio.Future[Start | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The group, or None when everybody left or the round is over."""
+    _arrivals: dict[str, _Arrival] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self, peer: str, offer: Offer) -> None:
+        """A peer has arrived."""
+        self._arrivals[peer] = _Arrival(offer, time.monotonic())
+        self._changed.set()
+
+    def leave(self, peer: str) -> None:
+        """A peer went away again, or has got its answer."""
+        if not self.started.done():
+            self._arrivals.pop(peer, None)
+            self._changed.set()
+
+    async def run(self, rules: Rules, outlook: Callable[[], Outlook], refresh: Callable[[], Awaitable[None]]) -> None:
+        """Start the group the moment the last live peer is there, or at the deadline with a quorum."""
+        try:
+            await self._run(rules, outlook, refresh)
+        except Exception as error:  # those who wait here get it
+            self.started.set_exception(error)
+        finally:
+            if not self.started.done():
+                self.started.set_result(None)
+
+    async def _run(self, rules: Rules, outlook: Callable[[], Outlook], refresh: Callable[[], Awaitable[None]]) -> None:
+        refreshed = time.monotonic()
+        while self._arrivals and outlook().key == self.key:
+            self._changed.clear()
+            now = time.monotonic()
+            if now - refreshed > REFRESH_S:
+                await refresh()
+                refreshed = time.monotonic()
+            start = start_time(self._gathering(outlook()), quorum=rules.quorum, deadline=rules.deadline)
+            if start is not None and start <= now and self._start():
+                return
+            pause_s = REFRESH_S if start is None else min(REFRESH_S, max(start - now, 0.0))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._changed.wait()
+
+    def _gathering(self, outlook: Outlook) -> Gathering:
+        return Gathering(
+            now=time.monotonic(),
+            arrived={peer: arrival.time for peer, arrival in self._arrivals.items()},
+            expected={peer: candidate.expected_finish for peer, candidate in outlook.candidates.items()},
+            inner_s=outlook.inner_s,
+            gone=frozenset(peer for arrival in self._arrivals.values() for peer in arrival.offer.gone),
+        )
+
+    def _start(self) -> bool:
+        """Fix the members; False when nobody among them could reduce."""
+        peers = sorted(self._arrivals)[:MAX_MEMBERS]
+        offers = {peer: self._arrivals[peer].offer for peer in peers}
+        if all(offer.bandwidth == 0 for offer in offers.values()):
+            return False
+        last = max(arrival.time for arrival in self._arrivals.values())
+        shares = reduce_shares([offers[peer].bandwidth for peer in peers])
+        places = {
+            peer: Place(
+                weight=offers[peer].weight,
+                tokens=offers[peer].tokens,
+                share=share,
+                wait_s=last - self._arrivals[peer].time,
+            )
+            for peer, share in zip(peers, shares, strict=True)
+        }
+        self.started.set_result(Start(group_of(secrets.token_bytes(16), places), places))
+        return True
+
+
+def group_of(group_id: bytes, places: Mapping[str, Place]) -> Group:
+    """The group with these places."""
+    members = (Member(peer, place.weight, place.tokens, place.share) for peer, place in sorted(places.items()))
+    return Group(group_id, tuple(members))

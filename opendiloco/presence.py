@@ -1,0 +1,214 @@
+"""This worker among the others: its own record, kept fresh, and what everybody's records say about its round."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Any
+
+from opendiloco.config import Contract, SwarmConfig
+from opendiloco.connect import TRANSPORT_ERRORS
+from opendiloco.errors import SettingsError
+from opendiloco.lobby import Candidate, Outlook
+from opendiloco.membership import Membership, Progress
+from opendiloco.rounds import Position, group_key
+
+REFRESH_S = 0.25  # shortest time between two looks at the DHT
+
+logger = logging.getLogger(__name__)
+
+
+class Presence:
+    """A worker's place in its run, from `open` until it leaves."""
+
+    def __init__(
+        self, membership: Membership, config: SwarmConfig, contract: Contract, layout: str, position: Position
+    ) -> None:
+        self.contract = contract
+        self.participants: frozenset[str] = frozenset()
+        """Of the last committed round: they are about to announce it, whatever their records still say."""
+        self.inner_s = 0.0
+        """Length of the last inner phase."""
+        self.fatal: SettingsError | None = None
+        """Why this worker must not go on, found by a heartbeat."""
+        self._membership, self._config = membership, config
+        self._peer = membership.identity.peer_id
+        self._refreshed = 0.0
+        self._phase_started = now = time.time()
+        self._own = Progress(
+            session=secrets.token_hex(8),
+            started=now,
+            issued=now,
+            contract=contract.digest,
+            layout=layout,
+            round=position.round,
+            lineage=position.lineage,
+            params_hash=position.params_hash,
+            hashed_round=position.round,
+            state="training",
+            steps=0,
+            tokens_per_s=0.0,
+            expected_finish=now + config.expiry_s,
+            client_mode=config.client_mode,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Publish the contract and this worker's record, and keep both alive."""
+        self._membership.run_id = self.contract.run.id
+        await self._membership.publish_contract(self.contract)
+        await self._announce()
+        self._in_background(self._heartbeat())
+
+    async def close(self) -> None:
+        """Stop the heartbeat."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- what this worker does ---------------------------------------------------------------------------
+
+    def begin_phase(self) -> None:
+        """An inner phase begins now."""
+        self._phase_started = time.time()
+
+    def report(self, steps: int, tokens_per_s: float, finish_in_s: float) -> None:
+        """Progress of the inner phase; told to others with the next heartbeat."""
+        self._update(steps=steps, tokens_per_s=tokens_per_s, expected_finish=time.time() + finish_in_s)
+
+    def arrive(self) -> None:
+        """The inner phase is over: this worker wants to average."""
+        if self._own.state == "training":
+            self.inner_s = time.time() - self._phase_started
+            self._update(state="averaging", expected_finish=time.time())
+            self._in_background(self._announce())
+
+    def move_to(self, position: Position) -> None:
+        """A round is committed: this worker stands at `position` now. Its hash follows later."""
+        self.begin_phase()
+        finish = time.time() + (self.inner_s or self._config.expiry_s)
+        self._update(round=position.round, lineage=position.lineage, state="training", steps=0, expected_finish=finish)
+        self._in_background(self._announce())
+
+    def set_params_hash(self, round: int, params_hash: str) -> None:
+        """The hash of the state after `round`."""
+        self._update(params_hash=params_hash, hashed_round=round)
+
+    async def leave(self) -> None:
+        """Tell the others that this worker goes."""
+        self._update(state="left")
+        await self._announce()
+
+    def _update(self, **changes: Any) -> None:
+        self._own = self._own.model_copy(update=changes)
+
+    async def _announce(self) -> None:
+        self._update(issued=time.time())
+        try:
+            await self._membership.announce(self._own)
+        except TRANSPORT_ERRORS as error:
+            logger.warning("the DHT did not take this peer's record: %r", error)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            await self.refresh()
+            try:
+                self.check_agreement()
+            except SettingsError as error:
+                self.fatal = error
+            await self._announce()
+            try:
+                await self._membership.publish_contract(self.contract)
+            except TRANSPORT_ERRORS as error:
+                logger.warning("the DHT did not take the run contract: %r", error)
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- what it sees ------------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Look at the DHT, unless that was done just now; a DHT that fails leaves the last view."""
+        now = time.monotonic()
+        if now - self._refreshed < REFRESH_S:
+            return
+        self._refreshed = now
+        try:
+            await self._membership.refresh()
+        except TRANSPORT_ERRORS as error:
+            logger.warning("the DHT did not answer: %r", error)
+
+    def outlook(self) -> Outlook:
+        """Live peers of this worker's round: at its round and lineage, or known to be about to get there."""
+        own, offset = self._own, time.monotonic() - time.time()
+        key = group_key(
+            run=self.contract.run.id, contract=own.contract, layout=own.layout, lineage=own.lineage, round=own.round
+        )
+        candidates = {self._peer: _candidate(own, offset)}
+        for peer, record in self._membership.view.items():
+            if record.contract != own.contract or record.layout != own.layout:
+                continue
+            same = record.round == own.round and record.lineage == own.lineage
+            if same or (record.round < own.round and peer in self.participants):
+                candidates[peer] = _candidate(record, offset)
+        return Outlook(key, candidates, self.inner_s)
+
+    def ahead(self) -> str | None:
+        """Why this worker cannot take part in the swarm's current round, if so."""
+        for peer, record in self._membership.view.items():
+            if record.contract == self._own.contract and record.round > self._own.round:
+                return f"peer {peer} is at round {record.round}, this one at round {self._own.round}"
+        return None
+
+    def awaited(self) -> str:
+        """Whom this worker's round waits for, in words."""
+        candidates, view, now = self.outlook().candidates, self._membership.view, time.time()
+        records = {peer: view[peer] for peer in sorted(candidates) if peer in view}
+        missing = [
+            f"{peer} ({record.steps} inner steps done, expected in {max(0.0, record.expected_finish - now):.0f} s)"
+            for peer, record in records.items()
+            if record.state != "averaging"
+        ]
+        there = f"{len(candidates) - len(missing)} of {len(candidates)} workers are there"
+        return f"{there}, missing: {', '.join(missing)}" if missing else there
+
+    def check_agreement(self) -> None:
+        """Compare with the others' records; where two cannot both be right, the one that started later gives way.
+
+        Raises:
+            SettingsError: another contract, model or initial parameters in the run, or another process with this key.
+        """
+        own = self._own
+        for peer, record in self._membership.view.items():
+            if (record.started, peer) > (own.started, self._peer):
+                continue
+            if record.contract != own.contract:
+                raise SettingsError(
+                    f"run.id {self.contract.run.id} is taken: peer {peer} runs it with another contract "
+                    f"({record.contract[:12]}, here {own.contract[:12]}): leave out --run, or choose another run.id"
+                )
+            if record.layout != own.layout:
+                raise SettingsError(
+                    f"the model of this peer has other parameters than that of peer {peer} in run "
+                    f"{self.contract.run.id}: install the same version of transformers"
+                )
+            if record.hashed_round == own.hashed_round == 0 and record.params_hash != own.params_hash:
+                raise SettingsError(
+                    f"initial parameters {own.params_hash[:12]} differ from {record.params_hash[:12]} of peer {peer}: "
+                    f"install the same versions of torch and transformers"
+                )
+        seen = self._membership.own
+        if seen is not None and seen.session != own.session and seen.issued > own.started > seen.started:
+            raise SettingsError(
+                f"swarm.identity {self._membership.identity.path} is in use by another process of the swarm: "
+                f"give each peer a folder (--out) or key file of its own"
+            )
+
+
+def _candidate(record: Progress, offset: float) -> Candidate:
+    return Candidate(record.expected_finish + offset, can_lead=not record.client_mode)
