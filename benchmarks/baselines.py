@@ -1,0 +1,273 @@
+"""One peer of each system that bench_allreduce compares: opendiloco, hivemind's own averager, gloo.
+
+`python -m benchmarks.baselines DESCRIPTOR` is one peer process; the benchmark calls its methods over the socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import CALL_LIMIT_S, answer_calls
+from opendiloco.shared import map_vectors
+
+STAGE_POLL_S = 0.002
+NO_HASH = "0" * 64
+
+
+@dataclass(frozen=True)
+class System:
+    """What is measured: an implementation, and how its values travel."""
+
+    name: str
+    codec: str
+
+    @property
+    def label(self) -> str:
+        """The system in a table."""
+        return f"{self.name} {self.codec}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which peer of which group a process is."""
+
+    system: System
+    index: int
+    workers: int
+    values: int
+    memory: int
+    """Descriptor of the memory with everybody's values and results (see `vector_sizes`)."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One all-reduce at one peer; times on the machine's monotonic clock."""
+
+    ended: float
+    started_allreduce: float
+    """When the group was complete; systems with a fixed membership have it from the beginning."""
+    rendezvous_s: float
+    """From the last peer's arrival to the start of the all-reduce."""
+    sent_bytes: int | None
+    """Counted by the system itself; None when it does not count."""
+
+
+def vector_sizes(workers: int, values: int) -> dict[str, int]:
+    """Vectors shared by the benchmark and all peers."""
+    return {f"{kind} {index}": values for kind in ("values", "result") for index in range(workers)}
+
+
+class Peer(ABC):
+    """One peer of a system. Calls come in the order of the methods; `reset`, `run` and `publish` repeat."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @abstractmethod
+    def start(self, addresses: list[str]) -> list[str]:
+        """Come up, through `addresses` of the first peer unless this is it; returns this peer's addresses."""
+
+    @abstractmethod
+    def join(self) -> Tensor:
+        """Wait for the others; returns the vector to average, in which the average is found afterwards."""
+
+    @abstractmethod
+    def run(self) -> Timing:
+        """One all-reduce."""
+
+    def average(self) -> Tensor:
+        """Where the average is."""
+        return self.vector
+
+    def finish(self) -> None:
+        """What a trainer does after a round, apart from the all-reduce."""
+
+    def close(self) -> None:
+        """Leave in order, where that is worth the time: the guard ends what is left."""
+
+    vector: Tensor
+
+
+class OpenDiLoCoPeer(Peer):
+    """A worker's `Swarm` without a model: rendezvous, all-reduce, announcement of the commit."""
+
+    def start(self, addresses: list[str]) -> list[str]:
+        from opendiloco.config import SwarmConfig
+        from opendiloco.swarm import Swarm
+
+        self._swarm = Swarm(SwarmConfig(peers=tuple(addresses)), Path(tempfile.gettempdir(), "peer"))
+        self._swarm.open()
+        return self._swarm.addresses
+
+    def join(self) -> Tensor:
+        from opendiloco.config import Contract, OuterConfig, RoundsConfig
+        from opendiloco.rounds import Position
+
+        settings = {"codec": self.place.system.codec}
+        contract = Contract(
+            rounds=RoundsConfig(start_peers=self.place.workers), outer=OuterConfig.model_validate(settings)
+        )
+        vectors = self._swarm.allocate({"pseudo_gradient": self.place.values, "average": self.place.values})
+        self._average = vectors["average"]
+        self._position = Position(0, NO_HASH, NO_HASH)
+        self._swarm.enter(contract, NO_HASH, self._position)
+        return vectors["pseudo_gradient"]
+
+    def run(self) -> Timing:
+        from opendiloco.rounds import RoundRequest
+
+        outcome = self._swarm.average(RoundRequest(weight=1.0, tokens=1)).result(CALL_LIMIT_S)
+        ended = time.monotonic()
+        if outcome.verdict != "commit" or len(outcome.weights) != self.place.workers:
+            raise RuntimeError(f"{outcome.verdict} of {len(outcome.weights)} peers: {outcome.reason}")
+        return Timing(ended, ended - outcome.allreduce_s, outcome.rendezvous_s, outcome.sent_bytes)
+
+    def average(self) -> Tensor:
+        return self._average
+
+    def finish(self) -> None:
+        from opendiloco.rounds import Position
+
+        lineage = hashlib.sha256(self._position.lineage.encode()).hexdigest()
+        self._position = Position(self._position.round + 1, lineage, NO_HASH)
+        self._swarm.committed(self._position)
+
+    def close(self) -> None:
+        self._swarm.close()
+
+
+class HivemindPeer(Peer):
+    """`DecentralizedAverager` as it comes; whole groups only, and one as large as the swarm starts at once."""
+
+    def start(self, addresses: list[str]) -> list[str]:
+        from hivemind import DHT
+        from hivemind.p2p import P2P
+
+        P2P._UNIX_SOCKET_PREFIX = f"/unix{tempfile.gettempdir()}/"
+        self._dht = DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
+        return [str(address) for address in self._dht.get_visible_maddrs()]
+
+    def join(self) -> Tensor:
+        from hivemind.averaging import DecentralizedAverager
+        from hivemind.compression import Float16Compression, NoCompression
+
+        vector = torch.zeros(self.place.values)
+        self._averager = DecentralizedAverager(
+            [vector],
+            self._dht,
+            start=True,
+            prefix="benchmark",
+            target_group_size=self.place.workers,
+            min_group_size=self.place.workers,
+            compression=Float16Compression() if self.place.system.codec == "fp16" else NoCompression(),
+            allow_state_sharing=False,
+        )
+        return vector
+
+    def run(self) -> Timing:
+        from hivemind.averaging.control import AveragingStage
+
+        started = time.monotonic()
+        step = self._averager.step(wait=False, timeout=CALL_LIMIT_S)
+        while step.stage in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP, AveragingStage.AWAITING_TRIGGER):
+            time.sleep(STAGE_POLL_S)
+        gathered = time.monotonic()
+        group = step.result()
+        ended = time.monotonic()
+        if len(group) != self.place.workers:
+            raise RuntimeError(f"a group of {len(group)}")
+        return Timing(ended, gathered, gathered - started, None)
+
+
+class GlooPeer(Peer):
+    """torch.distributed: no encryption, fixed membership, fp32."""
+
+    def start(self, addresses: list[str]) -> list[str]:
+        self._store = addresses[0] if addresses else f"file://{tempfile.gettempdir()}/store"
+        return [self._store]
+
+    def join(self) -> Tensor:
+        from torch import distributed
+
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        distributed.init_process_group(
+            "gloo",
+            init_method=self._store,
+            rank=self.place.index,
+            world_size=self.place.workers,
+            timeout=timedelta(seconds=CALL_LIMIT_S),
+        )
+        return torch.zeros(self.place.values)
+
+    def run(self) -> Timing:
+        from torch import distributed
+
+        started = time.monotonic()
+        distributed.all_reduce(self.vector)
+        self.vector.div_(self.place.workers)
+        return Timing(time.monotonic(), started, 0.0, None)
+
+
+class PeerCalls:
+    """What the benchmark calls in a peer process."""
+
+    def place(self, place: Place) -> None:
+        """Become a peer."""
+        kinds: dict[str, type[Peer]] = {"opendiloco": OpenDiLoCoPeer, "hivemind": HivemindPeer, "gloo": GlooPeer}
+        self._peer = kinds[place.system.name](place)
+        shared = map_vectors(place.memory, vector_sizes(place.workers, place.values))
+        self._values, self._result = shared[f"values {place.index}"], shared[f"result {place.index}"]
+
+    def start(self, addresses: list[str]) -> list[str]:
+        """Come up; returns addresses for the others."""
+        return self._peer.start(addresses)
+
+    def join(self) -> None:
+        """Wait for the others."""
+        self._peer.vector = self._peer.join()
+
+    def reset(self) -> None:
+        """Take this peer's values, and forget the last average."""
+        self._peer.average().zero_()
+        self._peer.vector.copy_(self._values)
+
+    def run(self, start_at: float) -> Timing:
+        """One all-reduce, from the moment `start_at` of the machine's monotonic clock."""
+        time.sleep(max(0.0, start_at - time.monotonic()))
+        return self._peer.run()
+
+    def publish(self) -> None:
+        """Hand the average to the benchmark."""
+        self._result.copy_(self._peer.average())
+        self._peer.finish()
+
+    def close(self) -> None:
+        """Leave."""
+        if hasattr(self, "_peer"):
+            self._peer.close()
+
+
+def main() -> None:
+    """Entry point: the socket's descriptor is the argument."""
+    calls = PeerCalls()
+    answer_calls(Connection(int(sys.argv[1])), calls)
+    try:
+        calls.close()
+    finally:
+        os._exit(0)  # hivemind's processes are not waited for: the guard ends them
+
+
+if __name__ == "__main__":
+    main()

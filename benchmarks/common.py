@@ -1,0 +1,185 @@
+"""What benchmarks share: guarded peer processes, CPU time by kind of process, facts about the machine, JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from opendiloco import guard
+
+ROOT = Path(__file__).resolve().parents[1]
+CALL_LIMIT_S = 120.0
+CLOSE_LIMIT_S = 5.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class BenchmarkError(Exception):
+    """A peer process failed; the message holds the end of its log."""
+
+
+class PeerProcess:
+    """A process that answers calls, under opendiloco's guard: whatever ends this process ends all that it started."""
+
+    def __init__(self, module: str, *, threads: int, inherited: Iterable[int] = ()) -> None:
+        """Run `python -m module DESCRIPTOR` with `threads` compute threads; its end of the socket is DESCRIPTOR."""
+        self.runtime_dir = guard.make_runtime_dir()
+        self._log = self.runtime_dir / "log.txt"
+        ours, theirs = socket.socketpair()
+        descriptors = [theirs.fileno(), *inherited]
+        environment = {
+            guard.FDS_VARIABLE: ",".join(map(str, descriptors)),
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "TMPDIR": str(self.runtime_dir),  # the guard removes it with all that is in it
+        }
+        with theirs, open(self._log, "wb") as log:
+            self._guard = subprocess.Popen(
+                guard.guard_command(self.runtime_dir, [sys.executable, "-m", module, str(theirs.fileno())]),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=descriptors,
+                env={**os.environ, **environment},
+                start_new_session=True,  # Ctrl-C reaches the benchmark only
+            )
+        self._connection = Connection(ours.detach())
+
+    def send(self, method: str, *arguments: object) -> None:
+        """Begin a call; `receive` waits for its end."""
+        with contextlib.suppress(OSError):  # `receive` says why
+            self._connection.send((method, arguments))
+
+    def receive(self) -> Any:
+        """The result of the call begun last.
+
+        Raises:
+            BenchmarkError: the call failed, the process ended, or there is no answer in time.
+        """
+        try:
+            if not self._connection.poll(CALL_LIMIT_S):
+                raise BenchmarkError(f"no answer after {CALL_LIMIT_S:g} s:\n{self._log_tail()}")
+            result, error = self._connection.recv()
+        except (EOFError, OSError):
+            raise BenchmarkError(f"a peer process ended:\n{self._log_tail()}") from None
+        if error is not None:
+            raise BenchmarkError(f"{error}\n{self._log_tail()}")
+        return result
+
+    def cpu_s(self) -> Counter[str]:
+        """CPU seconds so far of all processes of this peer, by kind."""
+        used: Counter[str] = Counter()
+        for child in _children(self._guard.pid):
+            _add_cpu(used, child, kind="trainer")
+        return used
+
+    def hang_up(self) -> None:
+        """Ask the process to end in order; `close` waits for it."""
+        self._connection.close()
+
+    def close(self) -> None:
+        """Wait until nothing of this peer is left, and make that so if it does not happen by itself."""
+        self._connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(CLOSE_LIMIT_S)
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+
+    def _log_tail(self) -> str:
+        try:
+            return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        except OSError:
+            return "(no log)"
+
+
+def answer_calls(connection: Connection, handler: object) -> None:
+    """The other end of a `PeerProcess`: run methods of `handler` as asked until it hangs up."""
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            reply = (getattr(handler, method)(*arguments), None)
+        except Exception as error:  # the benchmark decides what to do about it
+            reply = (None, f"{method}: {type(error).__name__}: {error}")
+        connection.send(reply)
+
+
+def machine() -> dict[str, object]:
+    """Processor, cores and memory of this machine."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+        else:
+            model = platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": model, "cores": cores(), "memory_gib": round(memory / 2**30)}
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Python's version and those of `packages`."""
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+
+
+def commit() -> str:
+    """Commit of the working tree, with `+changes` when there are any; `unknown` outside a repository."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "opendiloco", "benchmarks/*.py")
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, object]]) -> None:
+    """Replace `path` by one JSON object a line, completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text("".join(json.dumps(record) + "\n" for record in records))
+    beside.replace(path)
+
+
+def _add_cpu(used: Counter[str], pid: int, *, kind: str) -> None:
+    """Add the CPU time of a process and of those below it, which has the kind `kind` unless its command tells."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = _children(pid)
+    except OSError:
+        return  # it has just ended
+    if Path(os.fsdecode(command[0])).name == "p2pd":
+        kind = "p2pd"
+    elif b"opendiloco.network" in command:
+        kind = "network process"
+    used[kind] += (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # user, system
+    for child in children:
+        _add_cpu(used, child, kind="helpers" if kind == "trainer" else kind)
+
+
+def _children(pid: int) -> list[int]:
+    """Direct children of all threads of a process."""
+    lists = [Path(task, "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [int(child) for text in lists for child in text.split()]
