@@ -1,0 +1,64 @@
+"""The layers of the package: a module imports only modules that stand above it, and few may import hivemind."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import opendiloco
+
+LAYERS = """
+errors config settings options flat codec rounds logs metrics shared guard identity outer
+text tokenizer sequences tokens model inner evaluate
+membership connect wire reducer allreduce lobby presence rendezvous groups channel network swarm
+diloco display trainer simulate demo cli __main__ __init__
+""".split()  # noqa: SIM905 - reads as the layers it lists
+MAY_IMPORT_HIVEMIND = {"membership", "connect", "rendezvous", "groups"}
+NEEDS_NO_TORCH = {"errors", "config", "settings", "options", "rounds", "logs", "metrics", "guard", "identity", "cli"}
+
+FOLDER = Path(opendiloco.__file__).parent
+
+
+def imports(module: str) -> set[str]:
+    """Everything a module imports, as dotted names."""
+    found = set()
+    for node in ast.walk(ast.parse((FOLDER / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_imports(module: str) -> set[str]:
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    return {
+        parts[1] for name in imports(module) if (parts := name.split("."))[0] == "opendiloco" and len(parts) > 1
+    } & names
+
+
+def test_every_module_has_its_place() -> None:
+    assert sorted(LAYERS) == sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+def test_modules_import_only_what_stands_above_them() -> None:
+    for place, module in enumerate(LAYERS):
+        below = own_imports(module) - set(LAYERS[:place])
+        assert not below, f"{module} imports {sorted(below)}, which stand below it"
+
+
+def test_only_the_network_layer_imports_hivemind() -> None:
+    importing = {module for module in LAYERS if any(name.split(".")[0] == "hivemind" for name in imports(module))}
+    assert importing == MAY_IMPORT_HIVEMIND
+
+
+def test_settings_and_decisions_need_no_torch() -> None:
+    heavy = {"torch", "transformers", "hivemind", "datasets"}
+    for module in NEEDS_NO_TORCH - {"cli"}:  # which imports the rest inside its commands
+        assert not heavy & {name.split(".")[0] for name in imports(module)}, module
+
+
+def test_files_stay_readable() -> None:
+    long = {path.name: count for path in FOLDER.glob("*.py") if (count := len(path.read_text().splitlines())) > 320}
+    assert not long
