@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
 
 from opendiloco.errors import SettingsError
 
@@ -28,7 +27,7 @@ def setup_logging(log_file: Path | None, *, console: bool) -> ExitStack:
     else:
         _attach(stack, root, _open_log(log_file))
     if console:
-        handler = _ConsoleHandler(sys.stderr)
+        handler = _ConsoleHandler()
         handler.setFormatter(_ConsoleFormatter())
         _attach(stack, _LOGGER, handler)
     stack.callback(_LOGGER.setLevel, _LOGGER.level)
@@ -94,10 +93,17 @@ class _ConsoleFormatter(logging.Formatter):
         return levels.get(record.levelno, "") + record.getMessage()
 
 
-class _ConsoleHandler(logging.StreamHandler[TextIO]):
-    """A console that is gone does not matter."""
+class _ConsoleHandler(logging.Handler):
+    """Prints to whatever stderr is at the moment: a live display puts lines above itself through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
+        """A console that is gone does not matter."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
