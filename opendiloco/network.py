@@ -44,6 +44,7 @@ class PeerProcess:
         self._identity = identity
         self._presence: Presence | None = None
         self._dropped: dict[str, set[str]] = {}  # group key -> peers that dropped out of its attempts
+        self._last_group = b""
 
     async def open(self) -> list[str]:
         """Start libp2p and join the DHT; returns the full addresses of this peer."""
@@ -113,6 +114,7 @@ class PeerProcess:
         if isinstance(assembly, str):
             return RoundOutcome(verdict="resync", reason=assembly, wait_s=time.monotonic() - started)
         gathered = time.monotonic()
+        self._last_group = assembly.group.id
         attempt = await self._groups.reduce(assembly.group, values=values, average=self._vectors["average"])
         self._dropped[key] |= attempt.failures.keys()
         if attempt.verdict == "commit":
@@ -147,7 +149,9 @@ class PeerProcess:
         """The group of the round, or why there is none for this peer."""
         presence = self._worker()
         bandwidth = 0.0 if self._config.client_mode else self._groups.bandwidth
-        call = RoundCall(key, request.weight, request.tokens, bandwidth, frozenset(self._dropped[key]))
+        call = RoundCall(
+            key, request.weight, request.tokens, bandwidth, frozenset(self._dropped[key]), self._last_group
+        )
         gathering = asyncio.create_task(self._rendezvous.gather(call))
         try:
             while True:
