@@ -148,6 +148,9 @@ class PeerProcess:
     async def _gather(self, key: str, request: RoundRequest) -> Assembly | str:
         """The group of the round, or why there is none for this peer."""
         presence = self._worker()
+        await presence.refresh(at_once=True)
+        if (ahead := presence.ahead()) is not None:
+            return ahead
         bandwidth = 0.0 if self._config.client_mode else self._groups.bandwidth
         call = RoundCall(
             key, request.weight, request.tokens, bandwidth, frozenset(self._dropped[key]), self._last_group

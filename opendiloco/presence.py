@@ -132,10 +132,10 @@ class Presence:
 
     # --- what it sees ------------------------------------------------------------------------------------
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, at_once: bool = False) -> None:
         """Look at the DHT, unless that was done just now; a DHT that fails leaves the last view."""
         now = time.monotonic()
-        if now - self._refreshed < REFRESH_S:
+        if now - self._refreshed < REFRESH_S and not at_once:
             return
         self._refreshed = now
         try:
@@ -156,7 +156,7 @@ class Presence:
             same = record.round == own.round and record.lineage == own.lineage
             if same or (record.round < own.round and peer in self.participants):
                 candidates[peer] = _candidate(record, offset)
-        return Outlook(key, candidates, self.inner_s)
+        return Outlook(key, candidates, self.inner_s, self.ahead() is not None)
 
     def ahead(self) -> str | None:
         """Why this worker cannot take part in the swarm's current round, if so."""
