@@ -207,6 +207,7 @@ def test_own_lines_go_to_file_and_console_and_libraries_to_the_file_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     early = logging.getLogger("hivemind")
+    before = list(early.handlers)  # hivemind's own, if another test has imported it
     noisy = logging.StreamHandler(sys.stderr)
     early.addHandler(noisy)
     path = tmp_path / "new" / "log.txt"
@@ -234,7 +235,7 @@ def test_own_lines_go_to_file_and_console_and_libraries_to_the_file_only(
     ]
     assert lines[0].split(" ")[0].endswith("Z")
     assert "ValueError: inside" in text
-    assert early.handlers == [noisy]
+    assert early.handlers == [*before, noisy]
     assert type(early) is logging.Logger
     early.removeHandler(noisy)
 
