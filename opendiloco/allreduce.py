@@ -62,6 +62,10 @@ class Attempt:
     """Tokens that every peer in the average trained on."""
     digest: str
     """BLAKE3 of the averaged bytes, parts in the order of the vector."""
+    parts: list[int]
+    """Values in each part."""
+    payload: list[memoryview]
+    """The averaged bytes as they travelled, part by part; empty unless the verdict is commit."""
     failures: dict[str, str]
     """Peers that dropped out, and how this peer noticed."""
     sent_bytes: int
@@ -178,6 +182,8 @@ class AllReduce:
             weights={member.peer: member.weight for member in participants},
             tokens={member.peer: member.tokens for member in participants},
             digest=digest.hexdigest(),
+            parts=[part.size for part in parts],
+            payload=[self._results[part][0] for part in parts] if decision == "commit" else [],
             failures={self.group.members[index].peer: reason for index, reason in failures.items()},
             sent_bytes=sum(stream.sent_bytes for stream in self._streams),
             received_bytes=sum(stream.received_bytes for stream in self._streams),

@@ -48,7 +48,10 @@ class Progress(BaseModel):
     params_hash: HexDigest
     hashed_round: Annotated[int, Field(ge=0, le=2**40)]
     """The round that `params_hash` belongs to: hashing lags behind committing."""
-    state: Literal["training", "averaging", "left"]
+    committed_tokens: Annotated[int, Field(ge=0, le=2**60)]
+    """Tokens trained on by all participants in the rounds of the lineage."""
+    state: Literal["training", "averaging", "following", "left"]
+    """following: came in the middle of an inner phase, and takes part from the next round on."""
     steps: Annotated[int, Field(ge=0, le=2**40)]
     """Inner steps done in this round."""
     tokens_per_s: Annotated[float, Field(ge=0, le=1e12)]

@@ -11,38 +11,47 @@ import asyncio
 import logging
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import uvloop
 
-from opendiloco.allreduce import Attempt
+from opendiloco.allreduce import Attempt, Group
 from opendiloco.channel import answer_calls
 from opendiloco.codec import NonFiniteError, get_codec
 from opendiloco.config import Contract, SwarmConfig
-from opendiloco.connect import Host
+from opendiloco.connect import Host, open_stream
+from opendiloco.donor import STREAM_NAME as FETCH_STREAM
+from opendiloco.donor import UNDECIDED, Ask, Donor
 from opendiloco.groups import Groups
 from opendiloco.identity import Identity
 from opendiloco.lobby import Rules
 from opendiloco.logs import file_formatter, setup_logging
 from opendiloco.membership import Membership
+from opendiloco.outer import next_lineage
 from opendiloco.presence import REFRESH_S, Presence
+from opendiloco.recovery import Goal, Recoverer
 from opendiloco.rendezvous import Assembly, Rendezvous, RoundCall
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.roundlog import MAX_HEADER_BYTES, LogEntry
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import map_vectors
+from opendiloco.wire import FrameKind, Stream, WireError
 
+DECISION_POLL_S = 0.1
 CHECK_S = 1.0  # how often a wait for a group looks whether it still makes sense
 
 
 class PeerProcess:
     """One peer as its network process knows it. Its public methods are what the trainer calls."""
 
-    def __init__(self, config: SwarmConfig, identity: Identity, runtime_dir: Path, memory: int) -> None:
-        self._config, self._memory = config, memory
+    def __init__(self, config: SwarmConfig, identity: Identity, runtime_dir: Path, folder: Path, memory: int) -> None:
+        self._config, self._memory, self._folder = config, memory, folder
         self._host = Host(config, identity, runtime_dir)
         self._identity = identity
         self._presence: Presence | None = None
+        self._gathering: asyncio.Task[Assembly] | None = None
         self._dropped: dict[str, set[str]] = {}  # group key -> peers that dropped out of its attempts
 
     async def open(self) -> list[str]:
@@ -71,8 +80,26 @@ class PeerProcess:
             is_alive=self._host.is_alive,
             silence_s=silence_s,
         )
+        self._donor = Donor(
+            self._host.p2p,
+            self._vectors,
+            self._folder / "roundlog",
+            keep=self._config.log_rounds,
+            silence_s=silence_s,
+        )
+        self._donor.settle(position)
+        self._recoverer = Recoverer(
+            self._vectors,
+            get_codec(contract.outer.codec),
+            contract.outer,
+            connect=self._connect_donor,
+            find_goal=self._find_goal,
+            announced_hash=presence.announced_hash,
+            remember=self._donor.remember,
+        )
         await self._groups.open()
         await self._rendezvous.open()
+        await self._donor.open()
         await presence.open()
 
     async def wait_for_start(self) -> int:
@@ -95,6 +122,21 @@ class PeerProcess:
         """The trainer's progress in its inner phase."""
         self._worker().report(steps, tokens_per_s, finish_in_s)
 
+    async def catch_up(self) -> Recovery:
+        """Bring the outer state in shared memory to the head of the swarm's lineage, if that is not here.
+
+        Raises:
+            SwarmError: no donor could provide a state that checks out.
+        """
+        presence = self._worker()
+        self._donor.hold()
+        recovery = await self._recoverer.catch_up(presence.position)
+        moved = recovery.position.lineage != presence.position.lineage
+        if moved:
+            presence.move_to(recovery.position, following=True)  # nobody waits for it before its trainer is ready
+        self._donor.settle(recovery.position)
+        return replace(recovery, inner_step=presence.inner_step() if moved else 0)
+
     async def average(self, request: RoundRequest) -> RoundOutcome:
         """One attempt at the round: gather the group, then all-reduce the pseudo-gradient in shared memory.
 
@@ -103,6 +145,8 @@ class PeerProcess:
             SettingsError: this worker must not go on (see `Presence.check_agreement`).
         """
         presence, values = self._worker(), self._vectors["pseudo_gradient"]
+        if request.weight == 0:
+            return await self._follow()
         _require_finite(values)
         presence.arrive()
         key = presence.outlook().key
@@ -110,15 +154,86 @@ class PeerProcess:
             self._dropped = {key: set()}
         started = time.monotonic()
         assembly = await self._gather(key, request)
+        if assembly is None:
+            return RoundOutcome(verdict="skip", reason="withdrawn", wait_s=time.monotonic() - started)
         if isinstance(assembly, str):
             return RoundOutcome(verdict="resync", reason=assembly, wait_s=time.monotonic() - started)
         gathered = time.monotonic()
-        attempt = await self._groups.reduce(assembly.group, values=values, average=self._vectors["average"])
+        self._donor.undecided = True
+        try:
+            attempt = await self._groups.reduce(assembly.group, values=values, average=self._vectors["average"])
+        finally:
+            self._donor.undecided = False
         self._dropped[key] |= attempt.failures.keys()
-        if attempt.verdict == "commit":
-            presence.participants = frozenset(attempt.weights)
         live = len(presence.outlook().candidates.keys() | set(assembly.group.peers))
-        return _outcome(attempt, live, gathered - started, assembly.wait_s, time.monotonic() - gathered)
+        outcome = _outcome(attempt, live, gathered - started, assembly.wait_s, time.monotonic() - gathered)
+        if attempt.verdict == "commit":
+            return replace(outcome, lineage=self._log(attempt))
+        if await self._was_committed_by(assembly.group):
+            return replace(outcome, verdict="resync", reason=f"others have committed it; {outcome.reason}")
+        return outcome
+
+    def _log(self, attempt: Attempt) -> str:
+        """Keep a committed round for others to fetch; returns its lineage."""
+        presence = self._worker()
+        before = presence.position
+        entry = LogEntry(
+            round=before.round + 1,
+            before=before.lineage,
+            lineage=next_lineage(
+                before.lineage, round=before.round + 1, weights=attempt.weights, average_digest=attempt.digest
+            ),
+            weights=attempt.weights,
+            tokens=attempt.tokens,
+            digest=attempt.digest,
+            parts=attempt.parts,
+        )
+        presence.participants = frozenset(attempt.weights)
+        self._donor.hold()  # until the trainer has done the outer step
+        self._donor.remember(entry, attempt.payload)
+        return entry.lineage
+
+    async def _was_committed_by(self, group: Group) -> bool:
+        """Whether a member of a group that failed here has committed the round; waits while one may still do so."""
+        position = self._worker().position
+        answers = [self._ask_until_decided(peer, position) for peer in group.peers if peer != self._identity.peer_id]
+        return any(await asyncio.gather(*answers))
+
+    async def _ask_until_decided(self, peer: str, position: Position) -> bool:
+        ask = Ask(what="round", round=position.round + 1, before=position.lineage)
+        while True:
+            try:
+                stream = await self._connect_donor(peer)
+            except WireError:
+                return False
+            try:
+                await stream.send(FrameKind.REQUEST, ask.model_dump_json().encode())
+                await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
+            except WireError as error:
+                if UNDECIDED not in str(error):
+                    return False
+            else:
+                return True
+            finally:
+                stream.close()
+            await asyncio.sleep(DECISION_POLL_S)
+
+    async def _follow(self) -> RoundOutcome:
+        """Wait until the others have committed the round in which this worker arrived; it has no part in it."""
+        presence, started = self._worker(), time.monotonic()
+        while (ahead := presence.ahead()) is None:
+            if presence.fatal is not None:
+                raise presence.fatal
+            if len(presence.outlook().candidates) == 1:
+                return RoundOutcome(verdict="skip", reason="the others have gone", wait_s=time.monotonic() - started)
+            await asyncio.sleep(REFRESH_S)
+            await presence.refresh()
+        return RoundOutcome(verdict="resync", reason=ahead, wait_s=time.monotonic() - started)
+
+    async def withdraw(self) -> None:
+        """Give a running `average` up, unless its all-reduce has begun."""
+        if self._gathering is not None:
+            self._gathering.cancel()
 
     async def awaited(self) -> str:
         """Whom this peer's round waits for, in words."""
@@ -127,6 +242,12 @@ class PeerProcess:
     async def committed(self, position: Position) -> None:
         """The trainer has applied a round: from here on this peer stands there. The hash follows later."""
         self._worker().move_to(position)
+        self._donor.settle(position)
+
+    async def begin_phase(self, following: bool) -> None:
+        """The trainer begins to train from where it has recovered to; see `Presence.move_to`."""
+        presence = self._worker()
+        presence.move_to(presence.position, following=following)
 
     async def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`, which is computed after the round was announced."""
@@ -141,17 +262,20 @@ class PeerProcess:
         """Stop everything this process runs."""
         if self._presence is not None:
             await self._presence.close()
+            await self._donor.close()
         await self._host.close()
 
-    async def _gather(self, key: str, request: RoundRequest) -> Assembly | str:
-        """The group of the round, or why there is none for this peer."""
+    async def _gather(self, key: str, request: RoundRequest) -> Assembly | str | None:
+        """The group of the round; why it is not for this peer; or None after `withdraw`."""
         presence = self._worker()
         bandwidth = 0.0 if self._config.client_mode else self._groups.bandwidth
         call = RoundCall(key, request.weight, request.tokens, bandwidth, frozenset(self._dropped[key]))
-        gathering = asyncio.create_task(self._rendezvous.gather(call))
+        self._gathering = gathering = asyncio.create_task(self._rendezvous.gather(call))
         try:
             while True:
                 await asyncio.wait({gathering}, timeout=CHECK_S)
+                if gathering.cancelled():
+                    return None
                 if gathering.done():
                     return gathering.result()
                 if presence.fatal is not None:
@@ -160,6 +284,15 @@ class PeerProcess:
                     return ahead
         finally:
             gathering.cancel()
+
+    async def _find_goal(self, position: Position) -> Goal | None:
+        presence = self._worker()
+        await presence.refresh()
+        return presence.goal(position)
+
+    async def _connect_donor(self, peer: str) -> Stream:
+        silence_s = self._worker().contract.rounds.failure_timeout_s
+        return await open_stream(self._host.p2p, peer, FETCH_STREAM, silence_s=silence_s)
 
     def _worker(self) -> Presence:
         assert self._presence is not None, "this peer has not entered a run"
@@ -190,8 +323,8 @@ def _outcome(attempt: Attempt, live: int, gathering_s: float, wait_s: float, all
 
 
 async def _run(connection: Connection, memory: int) -> None:
-    config, key_file, runtime_dir = connection.recv()  # from the process that started this one
-    peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir, memory)
+    config, key_file, folder, runtime_dir = connection.recv()  # from the process that started this one
+    peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir, folder, memory)
     try:
         await answer_calls(connection, peer)
     finally:

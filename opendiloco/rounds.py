@@ -46,6 +46,19 @@ class Position:
     """Outer rounds committed."""
     lineage: str
     params_hash: str
+    """Of the outer state; empty while it is being computed."""
+    tokens: int = 0
+    """Tokens that all participants trained on in the rounds of the lineage: its weight when two compete."""
+
+
+def is_heavier(tokens: int, lineage: str, than_tokens: int, than_lineage: str) -> bool:
+    """Whether one lineage wins over another: more committed tokens, ties by hash. Everybody decides the same."""
+    return (tokens, lineage) > (than_tokens, than_lineage)
+
+
+def joining_step(steps: Sequence[int], inner_steps: int) -> int:
+    """Where in the inner phase a joiner begins, so that it is done with the others: their median; 0 without others."""
+    return min(statistics.median_low(sorted(steps)), inner_steps - 1) if steps else 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ class RoundRequest:
     """What a worker brings to the end of an inner phase, besides its pseudo-gradient."""
 
     weight: float
-    """Weight of its pseudo-gradient in the average."""
+    """Weight of its pseudo-gradient in the average; 0: it only follows this round."""
     tokens: int
     """Tokens it trained on in this round."""
 
@@ -73,6 +86,8 @@ class RoundOutcome:
     """Participants of a commit with their tokens."""
     digest: str = ""
     """BLAKE3 of the averaged bytes."""
+    lineage: str = ""
+    """Lineage after the round, after a commit."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Peers that dropped out, and how it showed."""
     wait_s: float = 0.0
@@ -82,6 +97,20 @@ class RoundOutcome:
     allreduce_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a worker got to where the swarm is."""
+
+    position: Position
+    donors: tuple[str, ...] = ()
+    received_bytes: int = 0
+    rounds_replayed: int = 0
+    full_state: bool = False
+    """Whether theta and momentum were fetched, not only rounds that were missed."""
+    inner_step: int = 0
+    """Where in its inner phase the swarm is."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import blake3
 import torch
@@ -19,9 +21,12 @@ from opendiloco.codec import Codec, get_codec
 from opendiloco.config import ComputeConfig, Contract, PeerConfig
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.outer import next_lineage
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.settings import Settings, write_toml
 from opendiloco.trainer import Worker
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +125,20 @@ class SimulatedSwarm:
         self.vectors = {name: torch.zeros(size) for name, size in sizes.items()}
         return self.vectors
 
-    def enter(self, contract: Contract, layout: str, position: Position) -> int:
+    def enter(self, contract: Contract, layout: str, position: Position) -> None:
         """All members are there from the start."""
-        return len(self._group.names)
+        self._position = position
+
+    def catch_up(self) -> Future[Recovery]:
+        """All members are at the same place."""
+        return _done(Recovery(self._position))
+
+    def begin_phase(self, *, following: bool) -> None:
+        """Nobody to tell."""
+
+    def wait_for_start(self) -> Future[int]:
+        """All members are there from the start."""
+        return _done(len(self._group.names))
 
     def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
         """Nobody to tell."""
@@ -130,9 +146,13 @@ class SimulatedSwarm:
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """Wait for the other members; the future is done."""
         self.request = request
-        done: Future[RoundOutcome] = Future()
-        done.set_result(self._group.arrive())
-        return done
+        outcome = self._group.arrive()
+        before, weights = self._position, outcome.weights
+        lineage = next_lineage(before.lineage, round=before.round + 1, weights=weights, average_digest=outcome.digest)
+        return _done(replace(outcome, lineage=lineage))
+
+    def withdraw(self) -> None:
+        """The members of one process leave together."""
 
     def awaited(self) -> str:
         """Members of one process come by themselves."""
@@ -140,6 +160,13 @@ class SimulatedSwarm:
 
     def committed(self, position: Position) -> None:
         """Nobody to tell."""
+        self._position = position
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """Nobody to tell."""
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future

@@ -25,7 +25,7 @@ from opendiloco.channel import Caller
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.identity import Identity
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
 
 CLOSE_TIMEOUT_S = 3.0
@@ -54,7 +54,7 @@ class Swarm:
         self.peer_id = identity.peer_id
         self.addresses: list[str] = []
         try:
-            self._start_process(key_lock, (config, identity.path))
+            self._start_process(key_lock, (config, identity.path, folder))
         finally:
             os.close(key_lock)  # the guard holds it from here on
         self._opening = self._caller.start("open")
@@ -68,7 +68,7 @@ class Swarm:
         """
         self.addresses = self._opening.result()
 
-    def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None]) -> None:
+    def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None, Path]) -> None:
         """Spawn the network process under its guard, which outlives this process just long enough to clean up."""
         self._runtime_dir = guard.make_runtime_dir()
         ours, theirs = socket.socketpair()
@@ -124,15 +124,24 @@ class Swarm:
         self._sizes = dict(sizes)
         return map_vectors(self._memory, self._sizes)
 
-    def enter(self, contract: Contract, layout: str, position: Position) -> int:
-        """Become a worker of the run and wait until its first round may start; returns how many workers are there.
-
-        Raises:
-            SettingsError: other workers of the run have another contract, model or initial parameters.
-        """
+    def enter(self, contract: Contract, layout: str, position: Position) -> None:
+        """Become a worker of the run, with the outer state in shared memory standing at `position`."""
         self._caller.call("enter", contract, layout, self._sizes, position)
-        present: int = self._caller.call("wait_for_start")
-        return present
+
+    def catch_up(self) -> Future[Recovery]:
+        """Bring the outer state in shared memory to the head of the swarm's lineage, if that is not here."""
+        return self._caller.start("catch_up")
+
+    def begin_phase(self, *, following: bool) -> None:
+        """Training begins from a state that was recovered."""
+        self._caller.call("begin_phase", following)
+
+    def wait_for_start(self) -> Future[int]:
+        """Wait until the run's first round may start; gives the number of workers that are there.
+
+        The future raises SettingsError when others of the run have another contract, model or initial parameters.
+        """
+        return self._caller.start("wait_for_start")
 
     def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
         """Tell the swarm how far this worker's inner phase is; does not wait."""
@@ -149,6 +158,10 @@ class Swarm:
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """Announce the hash of the state after `round`; does not wait."""
         self._caller.start("set_params_hash", round, params_hash)
+
+    def withdraw(self) -> None:
+        """Give a running `average` up (verdict skip), unless its all-reduce has begun."""
+        self._caller.call("withdraw")
 
     def awaited(self) -> str:
         """Whom the round waits for, in words."""

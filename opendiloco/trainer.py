@@ -256,20 +256,29 @@ class Worker:
         logger.info("round %d | validation loss %.4f | perplexity %.2f", event.round, loss, event.perplexity)
 
     def _announce_join(self, seconds_s: float) -> None:
-        optimizer = self.optimizer
+        optimizer, recovery = self.optimizer, self.optimizer.recovery
         self._metrics.write(
             JoinEvent(
                 round=optimizer.round,
                 lineage=optimizer.outer.lineage,
-                source="fresh",
-                donors=[],
-                received_bytes=0,
+                source="swarm" if recovery.donors else "fresh",
+                donors=recovery.donors,
+                received_bytes=recovery.received_bytes,
                 seconds_s=seconds_s,
                 params_hash=optimizer.params_hash,
             )
         )
+        if recovery.donors:
+            logger.info(
+                "joined at round %d, inner step %d: %.1f MB from %d donors, %d rounds replayed",
+                optimizer.round,
+                optimizer.inner_steps,
+                recovery.received_bytes / 1e6,
+                len(recovery.donors),
+                recovery.rounds_replayed,
+            )
         logger.info(
-            "run %s: %d workers | %s, %.2f M parameters | %d rounds of %d inner steps | theta_0 %s",
+            "run %s: %d workers | %s, %.2f M parameters | %d rounds of %d inner steps | replica %s",
             self.contract.run.id,
             optimizer.workers,
             self.contract.model.name,
