@@ -33,6 +33,8 @@ class Offer(BaseModel):
     """Bytes per second; 0: reduces nothing; None: not measured yet."""
     gone: list[Annotated[str, Field(max_length=128)]] = Field(max_length=MAX_MEMBERS)
     """Peers that dropped out of this round before this peer's eyes."""
+    last_group: bytes = Field(max_length=16)
+    """Id of the last group of this round that it was in; empty if none."""
 
 
 class Place(BaseModel):

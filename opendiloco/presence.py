@@ -174,6 +174,11 @@ class Presence:
         return Outlook(key, candidates, self.inner_s)
 
     @property
+    def peer(self) -> str:
+        """This worker's peer id."""
+        return self._peer
+
+    @property
     def position(self) -> Position:
         """Where this worker stands."""
         own = self._own

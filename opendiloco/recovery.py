@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opendiloco.codec import Codec, CodecError
 from opendiloco.config import OuterConfig
-from opendiloco.donor import STATE_VECTORS, Ask, ChunkHeader
+from opendiloco.donor import STATE_VECTORS, UNDECIDED, Ask, ChunkHeader
 from opendiloco.errors import SwarmError
 from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.roundlog import MAX_HEADER_BYTES, LogEntry, LogError, decode_average
@@ -160,6 +160,22 @@ class Recoverer:
             self._remember(entry, [memoryview(payload)])
             return entry
         return None
+
+    async def has_round(self, peer: str, round: int, before: str) -> bool | None:
+        """Whether a peer has committed that round on top of lineage `before`; None while it may still do so."""
+        try:
+            stream = await self._connect(peer)
+        except WireError:
+            return False
+        try:
+            ask = Ask(what="round", round=round, before=before)
+            await stream.send(FrameKind.REQUEST, ask.model_dump_json().encode())
+            await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
+        except WireError as error:
+            return None if UNDECIDED in str(error) else False
+        finally:
+            stream.close()
+        return True
 
     # --- the whole state ---------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import AsyncIterator  # noqa: UP035 - hivemind's handlers know only this one
 
@@ -44,6 +44,8 @@ class RoundCall:
     """Bytes per second; 0: reduces nothing; None: not measured yet."""
     gone: frozenset[str] = frozenset()
     """Peers that dropped out of an earlier attempt."""
+    last_group: bytes = b""
+    """Id of the group of the earlier attempt."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,13 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
             unreachable = self._unreachable_in(call.key)
             leader = suggested if suggested and suggested not in unreachable else self._leader(call.key)
             gone = sorted(call.gone | unreachable)[:MAX_MEMBERS]
-            offer = Offer(weight=call.weight, tokens=call.tokens, bandwidth=call.bandwidth, gone=gone)
+            offer = Offer(
+                weight=call.weight,
+                tokens=call.tokens,
+                bandwidth=call.bandwidth,
+                gone=gone,
+                last_group=call.last_group,
+            )
             if leader == self._peer:
                 found = await self._lead(call.key, offer)
             else:
@@ -132,9 +140,13 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
                     if message.code == _Code.BEGIN_ALLREDUCE:
                         return self._read_group(message, waited_s=time.monotonic() - arrived)
                     if message.code == _Code.NOT_A_LEADER and message.suggested_leader:
-                        return str(PeerID(message.suggested_leader))
+                        suggested = str(PeerID(message.suggested_leader))
+                        self._unreachable_in(key).discard(suggested)  # the peer that suggests it has just tried it
+                        return suggested
                     return None  # not at this round (yet), or its group was given up
-        except (*TRANSPORT_ERRORS, StopAsyncIteration, ValueError, TypeError):
+        except StopAsyncIteration:  # an answer that got lost
+            return None
+        except (*TRANSPORT_ERRORS, ValueError, TypeError):
             self._unreachable_in(key).add(leader)
             return None
 
@@ -155,7 +167,16 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """A peer that is done with its inner phase asks to be let into the group of `request.group_key`."""
-        peer, key = str(context.remote_id), request.group_key
+        async with contextlib.aclosing(self._answer(request, str(context.remote_id))) as messages:
+            async for message in messages:
+                yield message
+        # The caller hangs up when it has read the last message; a stream that ends here first loses it now and then.
+        await asyncio.sleep(self._silence_s)
+
+    async def _answer(
+        self, request: averaging_pb2.JoinRequest, peer: str
+    ) -> AsyncGenerator[averaging_pb2.MessageFromLeader, None]:
+        key = request.group_key
         try:
             offer = Offer.model_validate(msgpack.unpackb(request.gather))
         except (ValidationError, ValueError, TypeError, msgpack.UnpackException):
@@ -163,6 +184,9 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
             return
         if key != self._outlook().key:
             yield _Message(code=_Code.BAD_GROUP_KEY)
+            return
+        if (start := self._missed_start(key, peer, offer)) is not None:
+            yield _word(start, peer)
             return
         leader = await self._reachable_leader(key, offer.gone)
         if leader != self._peer:
@@ -177,6 +201,15 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
             yield _word(lobby.started.result() if lobby.started.done() else None, peer)
         finally:
             lobby.leave(peer)
+
+    def _missed_start(self, key: str, peer: str, offer: Offer) -> Start | None:
+        """The group that has started with this peer, if the word of it has not reached it."""
+        lobby = self._lobby
+        if lobby is None or lobby.key != key or not lobby.started.done():
+            return None
+        start = lobby.started.result()
+        missed = start is not None and peer in start.places and offer.last_group != start.group.id
+        return start if missed else None
 
     def _lobby_of(self, key: str) -> Lobby:
         """The open lobby of that round; the caller enters it before anything else runs."""

@@ -7,12 +7,14 @@ hivemind's protobuf streams copy every message several times and move about 145 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from enum import IntEnum
 
 _HEADER = struct.Struct("<BI")
 _CHUNK_BYTES = 64 * 1024
 MAX_REASON_BYTES = 512
+LINGER_S = 1.0
 
 
 class FrameKind(IntEnum):
@@ -99,11 +101,12 @@ class Stream:
         return bytes(await self._read(length))
 
     async def refuse(self, reason: str) -> None:
-        """Tell the other side why this side stops; a side that is gone is not told."""
-        try:
+        """Say why this side stops, and let the other hang up first: a stream closed on unread data loses its end."""
+        with contextlib.suppress(WireError, TimeoutError, OSError):
             await self.send(FrameKind.REFUSED, reason.encode()[:MAX_REASON_BYTES])
-        except WireError:
-            return
+            async with asyncio.timeout(LINGER_S):
+                while await self._reader.read(_CHUNK_BYTES):
+                    pass
 
     def close(self) -> None:
         """Let go of the stream; the other side reads its end."""

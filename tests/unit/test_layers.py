@@ -10,7 +10,7 @@ import opendiloco
 LAYERS = """
 errors config settings options flat codec rounds logs metrics shared guard identity outer roundlog
 text tokenizer sequences tokens model inner evaluate
-membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups channel network swarm
+membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation channel network swarm
 diloco display trainer simulate demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}
