@@ -65,6 +65,8 @@ class Outlook:
     candidates: Mapping[str, Candidate]
     inner_s: float
     """Length of a usual inner phase."""
+    is_behind: bool = False
+    """Whether the swarm is on a heavier lineage than this peer: then no group may start here."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Lobby:
                 await refresh()
                 refreshed = time.monotonic()
             start = start_time(self._gathering(outlook()), quorum=rules.quorum, deadline=rules.deadline)
+            if outlook().is_behind:
+                start = None
             if start is not None and start <= now and self._start():
                 return
             pause_s = REFRESH_S if start is None else min(REFRESH_S, max(start - now, 0.0))

@@ -8,7 +8,6 @@ owner: it is checked for type and size here, and nothing is allocated from it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -109,24 +108,35 @@ class Membership:
     """Live workers of the run by peer id, this one excluded; as of the last `refresh`."""
     own: Progress | None = None
     """This peer's own newest record as the DHT shows it."""
+    _expirations: dict[str, float] = field(default_factory=dict)
 
     async def announce(self, progress: Progress) -> bool:
         """Store this peer's progress for the next `expiry_s` seconds; False when nobody took it."""
         return await self._store(f"{self.run_id}.progress", self.identity.peer_id, progress.model_dump())
 
     async def refresh(self) -> None:
-        """Read the records of all workers of the run; keeps the old view when the DHT does not answer."""
-        records = await self._read(f"{self.run_id}.progress")
-        if records is None:
-            return
-        parsed = {peer: _parse(value) for peer, value in records.items()}
-        self.own = parsed.pop(self.identity.peer_id, None)
-        self.view = {peer: record for peer, record in parsed.items() if record is not None and record.state != "left"}
+        """Read the records of all workers of the run.
+
+        A worker leaves the view when it says so or when its newest record expires, never because one look at the
+        DHT did not show it: who believes that the others are gone goes on alone.
+        """
+        for peer, (value, expiration) in (await self._read(f"{self.run_id}.progress")).items():
+            record = _parse(value)
+            if peer == self.identity.peer_id:
+                self.own = record
+            elif record is not None and (peer not in self.view or record.issued >= self.view[peer].issued):
+                self.view[peer], self._expirations[peer] = record, expiration
+        now = time.time()
+        for peer in [peer for peer, record in self.view.items() if record.state == "left"]:
+            del self.view[peer]
+        for peer in [peer for peer in self.view if self._expirations[peer] < now]:
+            del self.view[peer]
 
     async def publish_contract(self, contract: Contract) -> None:
         """Keep a few signed copies of the contract on the DHT, renewed by whoever sees too few."""
-        runs = await self._read(RUNS_KEY, min_lifetime_s=CONTRACT_LIFETIME_S / 2) or {}
-        copies = [key for key in runs if key.startswith(f"{contract.run.id}/")]
+        horizon = time.time() + CONTRACT_LIFETIME_S / 2
+        runs = await self._read(RUNS_KEY)
+        copies = [key for key, (_, until) in runs.items() if key.startswith(f"{contract.run.id}/") and until > horizon]
         if len(copies) < CONTRACT_COPIES:
             subkey = f"{contract.run.id}/{self.identity.peer_id}"
             await self._store(RUNS_KEY, subkey, contract_to_wire(contract), lifetime_s=CONTRACT_LIFETIME_S)
@@ -134,7 +144,7 @@ class Membership:
     async def find_runs(self) -> dict[str, list[Contract]]:
         """Contracts on this DHT by run id; more than one under an id means that its peers disagree."""
         found: dict[str, dict[str, Contract]] = {}
-        for subkey, value in (await self._read(RUNS_KEY) or {}).items():
+        for subkey, (value, _) in (await self._read(RUNS_KEY)).items():
             run_id = subkey.rpartition("/")[0]
             try:
                 contract = contract_from_wire(value)
@@ -148,15 +158,16 @@ class Membership:
         expiration = time.time() + (lifetime_s or self.expiry_s)
         return bool(await self.node.store(key, value, expiration_time=expiration, subkey=subkey))
 
-    async def _read(self, key: str, min_lifetime_s: float = 0.0) -> Mapping[str, Any] | None:
+    async def _read(self, key: str) -> dict[str, tuple[Any, float]]:
+        """Values under a key and when they expire, by subkey."""
         found = await self.node.get(key, latest=True)
         if found is None or not isinstance(found.value, dict):
-            return {} if found is None else None
-        horizon = time.time() + min_lifetime_s
+            return {}
+        now = time.time()
         return {
-            subkey: item.value
+            subkey: (item.value, item.expiration_time)
             for subkey, item in found.value.items()
-            if isinstance(subkey, str) and item.expiration_time > horizon
+            if isinstance(subkey, str) and item.expiration_time > now
         }
 
 

@@ -69,9 +69,7 @@ class PeerProcess:
         p2p, silence_s, codec = self._host.p2p, contract.rounds.failure_timeout_s, get_codec(contract.outer.codec)
         vectors = map_vectors(self._memory, sizes)
         self._presence = presence = Presence(self._membership, self._config, contract, layout, position)
-        self._donor = Donor(
-            p2p, vectors, self._folder / "roundlog", keep=self._config.log_rounds, silence_s=silence_s
-        )
+        self._donor = Donor(p2p, vectors, self._folder / "roundlog", keep=self._config.log_rounds, silence_s=silence_s)
         self._donor.settle(position)
         self._recoverer = Recoverer(
             vectors,

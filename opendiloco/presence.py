@@ -171,7 +171,7 @@ class Presence:
             same = record.round == own.round and record.lineage == own.lineage
             if same or (record.round < own.round and peer in self.participants):
                 candidates[peer] = _candidate(record, offset)
-        return Outlook(key, candidates, self.inner_s)
+        return Outlook(key, candidates, self.inner_s, self.ahead() is not None)
 
     @property
     def peer(self) -> str:
