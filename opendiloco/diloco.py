@@ -104,6 +104,8 @@ class DiLoCo(torch.optim.Optimizer):
 
     Args:
         inner: any optimizer over the trainable parameters of `model`.
+        start: where to begin instead of round 0 with the model's parameters: a position and its theta, momentum and
+            (outer adam) second_moment, from a checkpoint.
         on_round: called with every attempt at a round, from within `step`.
         leaving: whether the user wants to leave; asked while waiting for the swarm.
 
@@ -118,6 +120,7 @@ class DiLoCo(torch.optim.Optimizer):
         swarm: Averager,
         contract: Contract,
         *,
+        start: tuple[Position, Mapping[str, Tensor]] | None = None,
         on_round: Callable[[RoundReport], None] = lambda report: None,
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -129,12 +132,17 @@ class DiLoCo(torch.optim.Optimizer):
         layout = FlatLayout.of(model)
         self._vectors = swarm.allocate(_vector_sizes(layout.numel, contract.outer))
         gather(self._parameters, self._vectors["theta"])
+        for name, values in start[1].items() if start is not None else ():
+            self._vectors[name].copy_(values)
         self.outer = OuterState(self._vectors["theta"], self._vectors["momentum"], self._vectors["second_moment"])
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="params hash")
         self._hash = self._hasher.submit(params_hash, self.outer)
         self.outer.lineage = genesis_lineage(contract.digest, self.params_hash)
         self.tokens = 0
         """Tokens that all participants trained on in the rounds of this lineage."""
+        if start is not None:
+            self._move_to(start[0])
+            scatter(self.outer.theta, self._parameters)
         self._begin_round()
         swarm.enter(contract, layout.digest, self._position())
         self.recovery = self._catch_up()
@@ -154,6 +162,11 @@ class DiLoCo(torch.optim.Optimizer):
     def inner_steps(self) -> int:
         """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
         return self._inner_steps
+
+    @property
+    def steps_done(self) -> int:
+        """Inner steps this worker has really done in the current round."""
+        return self._inner_steps - self._begun_at
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One inner step; the last one of a round also ends the round with the swarm.
@@ -237,7 +250,7 @@ class DiLoCo(torch.optim.Optimizer):
         position = recovery.position
         if position.lineage == self.outer.lineage:
             return recovery
-        self.outer.round, self.outer.lineage, self.tokens = position.round, position.lineage, position.tokens
+        self._move_to(position)
         self._hash = self._hasher.submit(self._hash_and_announce, position.round)
         if late_work is not None and whole_phase and position.round - before <= self._contract.rounds.max_staleness:
             late = torch.sub(self.outer.theta, late_work, out=self._vectors["average"])
@@ -292,7 +305,7 @@ class DiLoCo(torch.optim.Optimizer):
             outcome=outcome,
             lineage=self.outer.lineage,
             params_hash=self._hash if committed else None,
-            inner_steps=self._inner_steps,
+            inner_steps=self.steps_done,
             tokens=self._tokens,
             inner_s=inner_s,
             outer_s=outer_s,
@@ -311,6 +324,9 @@ class DiLoCo(torch.optim.Optimizer):
             if time.monotonic() > patience:
                 logger.warning("round %d waits: %s", self.round + 1, self._swarm.awaited())
                 patience = time.monotonic() + PATIENCE_S
+
+    def _move_to(self, position: Position) -> None:
+        self.outer.round, self.outer.lineage, self.tokens = position.round, position.lineage, position.tokens
 
     def _weight(self) -> float:
         """Tokens, or one; a worker that came in the middle of the phase has no vote where all votes are equal."""

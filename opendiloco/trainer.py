@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import signal
@@ -13,6 +14,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+import torch
+
+from opendiloco.checkpoint import Checkpoint, CheckpointWriter, copy_to_host, load_checkpoint
 from opendiloco.diloco import Averager, DiLoCo, Leave, RoundReport
 from opendiloco.display import Display, round_line
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
@@ -21,6 +25,7 @@ from opendiloco.inner import InnerStepResult, choose_device, inner_step, learnin
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import EvalEvent, InnerStepEvent, JoinEvent, LeaveEvent, MetricsLog, RoundEvent
 from opendiloco.model import build_model, count_parameters, save_model
+from opendiloco.rounds import Position
 from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm, write_addresses
 from opendiloco.tokenizer import load_tokenizer
@@ -39,8 +44,6 @@ def run_worker(
     Raises:
         OpendilocoError: one line for the user, with the exit code.
     """
-    if resume is not None:
-        raise SettingsError(f"--resume {resume}: this version writes no checkpoints: leave it out")
     with (
         setup_logging(out / "log.txt", console=True),
         LeaveRequest() as leaving,
@@ -52,8 +55,19 @@ def run_worker(
         write_toml(out / "run.toml", settings.contract)
         write_toml(out / "peer.toml", settings.peer)
         write_addresses(address_file, swarm.addresses)
-        with Display(settings.contract) as display:
-            worker = Worker(settings, swarm, metrics, stream=swarm.peer_id, leaving=leaving, display=display)
+        checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
+        writer = CheckpointWriter(out / "checkpoints", keep=settings.peer.checkpoint.keep)
+        with Display(settings.contract) as display, contextlib.closing(writer):
+            worker = Worker(
+                settings,
+                swarm,
+                metrics,
+                stream=swarm.peer_id,
+                leaving=leaving,
+                display=display,
+                checkpoint=checkpoint,
+                writer=writer,
+            )
             worker.train()
             worker.save(out / "model")
     return 0
@@ -120,8 +134,16 @@ class Worker:
         stream: str,
         leaving: Callable[[], bool] = lambda: False,
         display: Display | None = None,
+        checkpoint: Checkpoint | None = None,
+        writer: CheckpointWriter | None = None,
     ) -> None:
-        """Build everything and enter the run. `stream` names this worker's share of the data (its peer id)."""
+        """Build everything and enter the run.
+
+        Args:
+            stream: names this worker's share of the data (its peer id).
+            checkpoint: where to go on.
+            writer: takes this worker's checkpoints.
+        """
         started = time.monotonic()
         self.contract, self._compute, self._log = settings.contract, settings.peer.compute, settings.peer.log
         self._metrics, self._leaving, self._display = metrics, leaving, display
@@ -136,11 +158,19 @@ class Worker:
         self.model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=seed).to(self._device)
         self._reports: list[RoundReport] = []
         self._losses: list[float] = []
+        self._resumed = checkpoint is not None
+        self._every_rounds, self._writer = settings.peer.checkpoint.every_rounds, writer
+        inner = make_inner_optimizer(self.model, contract.inner)
+        if checkpoint is not None:
+            inner.load_state_dict(checkpoint.inner)
+            self._stream.load_state_dict(checkpoint.data)
+            torch.set_rng_state(checkpoint.random)
         self.optimizer = DiLoCo(
-            make_inner_optimizer(self.model, contract.inner),
+            inner,
             self.model,
             swarm,
             contract,
+            start=(checkpoint.position, checkpoint.outer) if checkpoint is not None else None,
             on_round=self._reports.append,
             leaving=leaving,
         )
@@ -172,8 +202,8 @@ class Worker:
 
     def _step(self) -> None:
         contract, optimizer = self.contract, self.optimizer
-        before, in_round = optimizer.round, optimizer.inner_steps
-        step = before * contract.inner.steps + in_round
+        in_round = optimizer.inner_steps
+        step = optimizer.round * contract.inner.steps + in_round
         lr = learning_rate(step, config=contract.inner, total_steps=contract.run.rounds * contract.inner.steps)
         tokens = next(self._stream).to(self._device)
         optimizer.count_tokens(tokens.numel())
@@ -192,21 +222,25 @@ class Worker:
                 f"lower inner.lr or raise inner.warmup_steps"
             )
         self._losses.append(result.loss)
-        self._report_step(result, lr=lr, step=step, in_round=in_round + 1)
-        if optimizer.round > before:
+        self._report_step(result, lr=lr, step=step)
+        if self._reports:
+            committed = self._reports[-1].outcome.verdict == "commit"
             self._write_rounds()
-            self._evaluate()
+            if committed:
+                self._evaluate()
+                self._checkpoint()
             self._phase_started = time.monotonic()
 
-    def _report_step(self, result: InnerStepResult, *, lr: float, step: int, in_round: int) -> None:
+    def _report_step(self, result: InnerStepResult, *, lr: float, step: int) -> None:
         contract, now = self.contract, time.monotonic()
-        elapsed_s = max(now - self._phase_started, 1e-9)
-        tokens_per_s = in_round * result.tokens / elapsed_s
+        in_round = step % contract.inner.steps + 1
+        step_s = (now - self._phase_started) / len(self._losses)
+        tokens_per_s = result.tokens / max(step_s, 1e-9)
         if self._display is not None:
             self._display.inner_step(in_round, loss=result.loss, tokens_per_s=tokens_per_s)
         if now - self._reported > REPORT_S and in_round < contract.inner.steps:
             self._reported = now
-            finish_in_s = (contract.inner.steps - in_round) * elapsed_s / in_round
+            finish_in_s = (contract.inner.steps - in_round) * step_s
             self._swarm.report(in_round, tokens_per_s=tokens_per_s, finish_in_s=finish_in_s)
         if (step + 1) % self._log.every_steps == 0:
             self._metrics.write(
@@ -255,13 +289,31 @@ class Worker:
             self._display.evaluation(loss)
         logger.info("round %d | validation loss %.4f | perplexity %.2f", event.round, loss, event.perplexity)
 
+    def _checkpoint(self) -> None:
+        """Begin to write a checkpoint, if one is due."""
+        optimizer = self.optimizer
+        if self._writer is None or not self._every_rounds or optimizer.round % self._every_rounds:
+            return
+        outer = optimizer.outer
+        vectors = {"theta": outer.theta, "momentum": outer.momentum, "second_moment": outer.second_moment}
+        self._writer.write(
+            Checkpoint(
+                contract=self.contract.digest,
+                position=Position(outer.round, outer.lineage, "", optimizer.tokens),
+                outer={name: vector.clone() for name, vector in vectors.items() if vector.numel()},
+                inner=copy_to_host(optimizer.state_dict()),
+                data=self._stream.state_dict(),
+                random=torch.get_rng_state(),
+            )
+        )
+
     def _announce_join(self, seconds_s: float) -> None:
         optimizer, recovery = self.optimizer, self.optimizer.recovery
         self._metrics.write(
             JoinEvent(
                 round=optimizer.round,
                 lineage=optimizer.outer.lineage,
-                source="swarm" if recovery.donors else "fresh",
+                source="swarm" if recovery.donors else "checkpoint" if self._resumed else "fresh",
                 donors=recovery.donors,
                 received_bytes=recovery.received_bytes,
                 seconds_s=seconds_s,

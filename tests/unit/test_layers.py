@@ -8,7 +8,7 @@ from pathlib import Path
 import opendiloco
 
 LAYERS = """
-errors config settings options flat codec rounds logs metrics shared guard identity outer roundlog
+errors config settings options flat codec rounds logs metrics shared guard identity outer roundlog checkpoint
 text tokenizer sequences tokens model inner evaluate
 membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation channel network swarm
 diloco display trainer simulate demo cli __main__ __init__
