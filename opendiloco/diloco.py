@@ -12,14 +12,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from opendiloco.averager import Averager
 from opendiloco.config import Contract, OuterConfig
 from opendiloco.errors import SwarmError
 from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
+from opendiloco.leave import Leave
 from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
@@ -31,51 +33,6 @@ LEAVE_LIMIT_S = 7.0  # for an all-reduce that had begun when the user asked to l
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class Leave(Exception):
-    """The user asked this worker to leave; raised where the worker waits or is between two steps."""
-
-
-class Averager(Protocol):
-    """The swarm as the optimizer needs it: `swarm.Swarm`, or workers of one process (`simulate`)."""
-
-    @property
-    def peer_id(self) -> str:
-        """This worker's name in the lists of participants."""
-
-    def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """fp32 vectors (host memory, zeros) that both sides see."""
-
-    def enter(self, contract: Contract, layout: str, position: Position) -> None:
-        """Take part in the run, with the outer state standing at `position`."""
-
-    def catch_up(self) -> Future[Recovery]:
-        """Bring theta and momentum to the head of the swarm's lineage, if that is not here."""
-
-    def begin_phase(self, *, following: bool) -> None:
-        """Training begins from a state that was recovered; following: takes part from the next round on."""
-
-    def wait_for_start(self) -> Future[int]:
-        """Wait until the first round may start; gives the number of workers that are there."""
-
-    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
-        """How far this worker's inner phase is."""
-
-    def average(self, request: RoundRequest) -> Future[RoundOutcome]:
-        """One attempt to average `pseudo_gradient` into `average`."""
-
-    def withdraw(self) -> None:
-        """Give a running `average` up, unless its all-reduce has begun; then its outcome comes soon."""
-
-    def awaited(self) -> str:
-        """Whom a running `average` waits for, in words."""
-
-    def committed(self, position: Position) -> None:
-        """The outer step of a round is done; its hash follows."""
-
-    def set_params_hash(self, round: int, params_hash: str) -> None:
-        """The hash of the state after `round`."""
 
 
 @dataclass(frozen=True, kw_only=True)

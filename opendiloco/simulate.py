@@ -24,7 +24,7 @@ from opendiloco.metrics import MetricsLog
 from opendiloco.outer import next_lineage
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.settings import Settings, write_toml
-from opendiloco.trainer import Worker
+from opendiloco.worker import Worker
 
 T = TypeVar("T")
 
