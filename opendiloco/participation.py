@@ -75,7 +75,7 @@ class Participation:
     async def _gather(self, request: RoundRequest) -> Assembly | str | None:
         """The group of the round; why it is not for this peer; or None after `withdraw`."""
         presence, key = self._presence, self._presence.outlook().key
-        await presence.refresh()
+        await presence.refresh(at_once=True)
         if (ahead := presence.ahead()) is not None:
             return ahead
         if key not in self._dropped:

@@ -147,10 +147,10 @@ class Presence:
 
     # --- what it sees ------------------------------------------------------------------------------------
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, at_once: bool = False) -> None:
         """Look at the DHT, unless that was done just now; a DHT that fails leaves the last view."""
         now = time.monotonic()
-        if now - self._refreshed < REFRESH_S:
+        if now - self._refreshed < REFRESH_S and not at_once:
             return
         self._refreshed = now
         try:
