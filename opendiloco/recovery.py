@@ -101,7 +101,9 @@ class Recoverer:
     async def _approach(self, position: Position) -> Position:
         """Replay or fetch until nobody is ahead."""
         while (goal := await self._find_goal(position)) is not None:
-            following = await self._replay_one(position, goal.donors) if position.lineage else None
+            following = None
+            if position.lineage and self._is_replay_cheaper(goal.position.round - position.round):
+                following = await self._replay_one(position, goal.donors)
             if following is not None:
                 position = following
             else:
@@ -109,6 +111,11 @@ class Recoverer:
                 if position.tokens < goal.position.tokens:
                     raise _Failed("the donors are behind what they announced")
         return position
+
+    def _is_replay_cheaper(self, rounds: int) -> bool:
+        """Than fetching theta and momentum; with int8 up to seven missed rounds are."""
+        state_bytes = 4 * sum(vector.numel() for vector in self._vectors)
+        return rounds * self._codec.wire_bytes(self._numel) <= state_bytes
 
     async def _confirm(self, position: Position) -> Position:
         """Wait until somebody has announced the hash of this round (or of one that can be replayed to)."""
