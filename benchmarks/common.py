@@ -1,26 +1,35 @@
-"""What benchmarks share: guarded peer processes, CPU time by kind of process, facts about the machine, JSON lines."""
+"""What benchmarks share: guarded peer processes, pseudo-gradient-like values, facts about the machine, JSON lines."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
+import math
 import os
 import platform
 import socket
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from opendiloco import guard
 
 ROOT = Path(__file__).resolve().parents[1]
 CALL_LIMIT_S = 120.0
 CLOSE_LIMIT_S = 5.0
+SEGMENT = 100_000
+"""Values of one scale: about a parameter tensor."""
+SCALES = (1e-2, 1e-3, 1e-4)
+CHUNK = 1 << 20
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -39,6 +48,7 @@ class PeerProcess:
         descriptors = [theirs.fileno(), *inherited]
         environment = {
             guard.FDS_VARIABLE: ",".join(map(str, descriptors)),
+            "HIVEMIND_MEMORY_SHARING_STRATEGY": "file_descriptor",  # leaves no files in /dev/shm
             "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "TMPDIR": str(self.runtime_dir),  # the guard removes it with all that is in it
@@ -76,12 +86,12 @@ class PeerProcess:
             raise BenchmarkError(f"{error}\n{self._log_tail()}")
         return result
 
-    def cpu_s(self) -> Counter[str]:
+    def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of all processes of this peer, by kind."""
-        used: Counter[str] = Counter()
+        used: dict[str, float] = defaultdict(float)
         for child in _children(self._guard.pid):
             _add_cpu(used, child, kind="trainer")
-        return used
+        return dict(used)
 
     def hang_up(self) -> None:
         """Ask the process to end in order; `close` waits for it."""
@@ -110,11 +120,44 @@ def answer_calls(connection: Connection, handler: object) -> None:
             method, arguments = connection.recv()
         except (EOFError, OSError):
             return
+        reply: tuple[Any, str | None]
         try:
             reply = (getattr(handler, method)(*arguments), None)
         except Exception as error:  # the benchmark decides what to do about it
             reply = (None, f"{method}: {type(error).__name__}: {error}")
         connection.send(reply)
+
+
+# --- values -----------------------------------------------------------------------------------------------
+
+
+def fill(values: Tensor, *, seed: int) -> None:
+    """Gaussian values like a pseudo-gradient's: every tensor of the model has a scale of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    for start, scale in zip(range(0, values.numel(), SEGMENT), itertools.cycle(SCALES), strict=False):
+        values[start : start + SEGMENT].normal_(generator=generator).mul_(scale)
+
+
+def exact_mean(vectors: Sequence[Tensor]) -> Tensor:
+    """fp64 mean of fp32 vectors."""
+    mean = vectors[0].double()
+    for vector in vectors[1:]:
+        mean += vector
+    return mean.div_(len(vectors))
+
+
+def compare(results: Sequence[Tensor], exact: Tensor) -> tuple[float, float]:
+    """Relative error of the first result, and the largest difference between any two."""
+    squares = difference = 0.0
+    for start in range(0, exact.numel(), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        squares += float((results[0][chunk] - exact[chunk]).square().sum())
+        stacked = torch.stack([result[chunk] for result in results])
+        difference = max(difference, float((stacked.amax(0) - stacked.amin(0)).max()))
+    return math.sqrt(squares) / float(exact.norm()), difference
+
+
+# --- facts ------------------------------------------------------------------------------------------------
 
 
 def machine() -> dict[str, object]:
@@ -162,7 +205,7 @@ def write_lines(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     beside.replace(path)
 
 
-def _add_cpu(used: Counter[str], pid: int, *, kind: str) -> None:
+def _add_cpu(used: dict[str, float], pid: int, *, kind: str) -> None:
     """Add the CPU time of a process and of those below it, which has the kind `kind` unless its command tells."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

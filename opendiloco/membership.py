@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgpack
 from hivemind.dht import DHTNode
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import MSGPackSerializer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opendiloco.config import Contract, contract_from_wire, contract_to_wire
@@ -71,19 +72,31 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether the record is by the peer its subkey ends with, and of a decent size and lifetime."""
-        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > time.time() + MAX_LIFETIME_S:
+        if len(record.value) > MAX_RECORD_BYTES or not record.expiration_time <= time.time() + MAX_LIFETIME_S:
             return False
         try:
-            owner = str(msgpack.unpackb(record.subkey)).rsplit("/", 1)[-1]
-            value, public_key, signature = msgpack.unpackb(record.value)
-            claimed = DHTRecord(record.key, record.subkey, bytes(value), record.expiration_time)
-            return peer_id_of(public_key) == owner and verify(public_key, _signed_bytes(claimed), signature)
-        except (ValueError, TypeError, msgpack.UnpackException):
+            owner = msgpack.unpackb(record.subkey).rsplit("/", 1)[-1]
+            value, public_key, signature = _open_envelope(record.value)
+            claimed = DHTRecord(record.key, record.subkey, value, record.expiration_time)
+            if peer_id_of(public_key) != owner or not verify(public_key, _signed_bytes(claimed), signature):
+                return False
+            MSGPackSerializer.loads(value)  # one that cannot be read would spoil everybody's look-up
+        except Exception:  # whatever a stranger's bytes make the parsers raise
             return False
+        return True
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """The value inside the envelope."""
-        return bytes(msgpack.unpackb(record.value)[0])
+        return _open_envelope(record.value)[0]
+
+
+def _open_envelope(data: bytes) -> tuple[bytes, bytes, bytes]:
+    """Value, public key and signature; raises ValueError for anything else."""
+    envelope = msgpack.unpackb(data)
+    if not (isinstance(envelope, list) and len(envelope) == 3 and all(isinstance(part, bytes) for part in envelope)):
+        raise ValueError("not an envelope")
+    value, public_key, signature = envelope
+    return value, public_key, signature
 
 
 def _signed_bytes(record: DHTRecord) -> bytes:

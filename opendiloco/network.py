@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -195,6 +196,8 @@ def main() -> None:
         handler.setFormatter(file_formatter())
         logging.getLogger().addHandler(handler)
         uvloop.run(_run(connection, int(sys.argv[2])))
+    sys.stderr.flush()
+    os._exit(0)  # taking the interpreter apart costs seconds of CPU, and somebody waits for this process
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ import asyncio
 import time
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from opendiloco.allreduce import Attempt, Group
-from opendiloco.codec import NonFiniteError
+from opendiloco.codec import require_finite
 from opendiloco.donor import Donor
 from opendiloco.groups import Groups
 from opendiloco.outer import next_lineage
@@ -56,7 +55,7 @@ class Participation:
         """
         if request.weight == 0:
             return await self._follow()
-        _require_finite(self._values)
+        require_finite(self._values)  # before others wait for this worker
         self._presence.arrive()
         started = time.monotonic()
         assembly = await self._gather(request)
@@ -176,9 +175,3 @@ class Participation:
             await asyncio.sleep(REFRESH_S)
             await presence.refresh()
         return RoundOutcome(verdict="resync", reason=ahead, wait_s=time.monotonic() - started)
-
-
-def _require_finite(values: Tensor) -> None:
-    """One pass: the extremes of a vector with a NaN are NaN."""
-    if values.numel() and not all(torch.isfinite(extreme) for extreme in torch.aminmax(values)):
-        raise NonFiniteError("the pseudo-gradient is not finite: this worker does not contribute to the round")

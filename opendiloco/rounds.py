@@ -16,6 +16,7 @@ import blake3
 Verdict = Literal["commit", "retry", "skip", "resync"]
 
 PART_VALUES = 256 * 1024  # values per part: 256 KB as int8, a tenth of a second at 20 Mbit/s
+NEGLIGIBLE = 1e-6  # of the group's largest bandwidth: such a peer reduces nothing
 MIN_GRACE_S = 5.0
 GRACE_SHARE = 0.5  # of an inner phase
 SPREAD_FACTOR = 3.0
@@ -166,7 +167,9 @@ def reduce_shares(measured: Sequence[float | None]) -> tuple[float, ...]:
     """
     known = [bandwidth for bandwidth in measured if bandwidth]
     usual = statistics.median_low(known) if known else 1.0
-    bandwidths = [usual if bandwidth is None else bandwidth for bandwidth in measured]
+    fastest = max(known, default=1.0)
+    relative = [(usual if bandwidth is None else bandwidth) / fastest for bandwidth in measured]
+    bandwidths = [bandwidth if bandwidth > NEGLIGIBLE else 0.0 for bandwidth in relative]
     able = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
     if not able:
         raise ValueError("no peer of the group can be reached, so nobody can reduce")
@@ -206,6 +209,8 @@ def plan_parts(numel: int, shares: Sequence[float], *, alignment: int) -> tuple[
     Slices begin at multiples of `alignment` (the codec's block), so that blocks never straddle two reducers.
     """
     total, reached, start = math.fsum(shares), 0.0, 0
+    if numel and not total > 0:
+        raise ValueError("no share of the vector is above 0, so nobody would reduce it")
     plan = []
     for index, share in enumerate(shares):
         reached += share

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -11,25 +12,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from opendiloco import guard
 from opendiloco.channel import Caller
 from opendiloco.config import Contract, SwarmConfig
-from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
+from opendiloco.leave import Leave
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
 
 CLOSE_TIMEOUT_S = 3.0
 RUNS_POLL_S = 0.5
+POLL_S = 0.2  # how soon a wait notices a request to leave
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +43,16 @@ class Swarm:
     Methods may be called from any thread.
     """
 
-    def __init__(self, config: SwarmConfig, folder: Path) -> None:
+    def __init__(self, config: SwarmConfig, folder: Path, *, leaving: Callable[[], bool] = lambda: False) -> None:
         """Start the network process, which begins to join the DHT; `folder` takes the identity file and log.txt.
+
+        Args:
+            leaving: whether the user wants to leave; waits of this object then raise `Leave`.
 
         Raises:
             SettingsError: a key file that cannot be used.
         """
+        self._leaving = leaving
         folder.mkdir(parents=True, exist_ok=True)
         identity = Identity.load_or_create(Path(config.identity) if config.identity else folder / "identity.key")
         self._log_file = folder / "log.txt"
@@ -66,7 +73,7 @@ class Swarm:
             SettingsError: an address, port or clock that cannot work.
             SwarmError: none of the configured peers answers in time.
         """
-        self.addresses = self._opening.result()
+        self.addresses = self._wait(self._opening)
 
     def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None, Path]) -> None:
         """Spawn the network process under its guard, which outlives this process just long enough to clean up."""
@@ -102,7 +109,7 @@ class Swarm:
         """
         give_up = time.monotonic() + wait_s
         while True:
-            runs: dict[str, list[Contract]] = self._caller.call("find_runs")
+            runs: dict[str, list[Contract]] = self._wait(self._caller.start("find_runs"))
             if run_id is None and len(runs) > 1:
                 raise SettingsError(f"the swarm has runs {', '.join(sorted(runs))}: choose one with --run-id")
             found = next(iter(runs.values()), []) if run_id is None else runs.get(run_id, [])
@@ -113,6 +120,8 @@ class Swarm:
                 return found[0]
             if time.monotonic() >= give_up:
                 return None
+            if self._leaving():
+                raise Leave
             time.sleep(RUNS_POLL_S)
 
     def runs(self) -> list[str]:
@@ -172,6 +181,8 @@ class Swarm:
 
     def leave(self) -> None:
         """Announce that this worker goes. The network may be gone already: then nobody is told."""
+        if not self._opening.done():
+            return
         try:
             self._caller.call("leave", timeout_s=CLOSE_TIMEOUT_S)
         except (SwarmError, TimeoutError) as error:
@@ -202,9 +213,17 @@ class Swarm:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.leave()
+        if kind is None or issubclass(kind, (OpendilocoError, Leave)):
+            self.leave()  # others need not wait for this peer's record to expire
         self.close()
+
+    def _wait(self, future: Future[Any]) -> Any:
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                if self._leaving():
+                    raise Leave from None
 
     def _explain_end(self) -> str:
         return f"the network process of this peer has ended: the reason is in {self._log_file}"
@@ -221,13 +240,14 @@ def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path |
     try:
         with (
             tempfile.TemporaryDirectory(prefix="opendiloco-bootstrap-") as temporary,
-            Swarm(config, folder or Path(temporary)) as swarm,
+            Swarm(config, folder or Path(temporary), leaving=stop.is_set) as swarm,
+            contextlib.suppress(Leave),
         ):
             swarm.open()
             write_addresses(address_file, swarm.addresses)
             for address in swarm.addresses:
                 print(address, flush=True)
-            while not stop.wait(1.0):
+            while not stop.wait(0.5):
                 swarm.check()
     finally:
         for number, handler in previous.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from opendiloco.checkpoint import CheckpointWriter, load_checkpoint
 from opendiloco.display import Display
 from opendiloco.errors import SwarmError
-from opendiloco.leave import LeaveRequest
+from opendiloco.leave import Leave, LeaveRequest
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.settings import Settings, write_toml
@@ -25,9 +25,10 @@ def run_worker(
         OpendilocoError: one line for the user, with the exit code.
     """
     with (
+        contextlib.suppress(Leave),  # before the first inner step
         setup_logging(out / "log.txt", console=True),
         LeaveRequest() as leaving,
-        Swarm(settings.peer.swarm, out) as swarm,
+        Swarm(settings.peer.swarm, out, leaving=leaving) as swarm,
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
     ):
         swarm.open()

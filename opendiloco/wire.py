@@ -77,7 +77,7 @@ class Stream:
         """
         kind, length = _HEADER.unpack(await self._read(_HEADER.size))
         if kind == FrameKind.REFUSED and length <= MAX_REASON_BYTES:
-            raise WireError(f"refused: {(await self._read(length)).decode(errors='replace')}")
+            raise WireError(f"refused: {_one_line(await self._read(length))}")
         if kind not in expected:
             raise WireError(f"sent a frame of kind {kind} out of turn")
         if length != expected[FrameKind(kind)]:
@@ -94,7 +94,7 @@ class Stream:
         """
         found, length = _HEADER.unpack(await self._read(_HEADER.size))
         if found == FrameKind.REFUSED and length <= MAX_REASON_BYTES:
-            raise WireError(f"refused: {(await self._read(length)).decode(errors='replace')}")
+            raise WireError(f"refused: {_one_line(await self._read(length))}")
         if found != kind or length > max_bytes:
             raise WireError(f"sent a frame of kind {found} with {length} bytes out of turn")
         self.received_bytes += _HEADER.size + length
@@ -124,3 +124,8 @@ class Stream:
             except (asyncio.IncompleteReadError, OSError):
                 raise WireError("connection lost") from None
         return data
+
+
+def _one_line(text: bytearray) -> str:
+    """Another peer's words, fit for a log and a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text.decode(errors="replace"))

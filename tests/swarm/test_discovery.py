@@ -1,0 +1,140 @@
+"""Finding a swarm: through any of its peers, or one line that says why there is none to find."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
+from opendiloco.identity import Identity
+
+if TYPE_CHECKING:
+    from conftest import Network, WaitUntil
+
+SKEWED_PEER = """
+import sys, time
+real = time.time
+time.time = lambda: real() + float(sys.argv[1])
+import asyncio
+from hivemind.dht import DHTNode
+from hivemind.p2p import P2P
+
+async def main():
+    p2p = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    node = await DHTNode.create(p2p=p2p)
+    print((await p2p.get_visible_maddrs())[0], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await node.shutdown()
+    await p2p.shutdown()
+
+asyncio.run(main())
+"""
+"""A peer whose clock is off by argv[1] seconds, until its standard input ends; it prints its address."""
+
+
+def dead_address(tmp_path: Path) -> str:
+    """A well-formed address where nobody is."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.load_or_create(tmp_path / 'nobody.key').peer_id}"
+
+
+def is_one_line(error: OpendilocoError) -> bool:
+    return "\n" not in str(error) and "Traceback" not in str(error)
+
+
+def test_peers_that_know_one_address_find_each_other(network: Network) -> None:
+    bootstrap = network.peer().open()
+    workers = network.workers(3, bootstrap.addresses[:1])
+    assert [peer.wait_for_start() for peer in workers] == [3, 3, 3]
+
+
+def test_every_worker_is_an_entrance(network: Network) -> None:
+    chain = [network.peer().open()]
+    for _ in range(3):  # each knows only the one before it
+        chain.append(network.peer(chain[-1].addresses[:1]).open())
+    network.enter(chain, network.contract(4))
+    assert [peer.wait_for_start() for peer in chain] == [4, 4, 4, 4]
+    network.round(chain)
+
+
+def test_the_swarm_outlives_its_first_peer(network: Network) -> None:
+    bootstrap = network.peer().open()
+    contract = network.contract(2)
+    old = network.workers(2, bootstrap.addresses, contract=contract)
+    bootstrap.close()
+    newcomer = network.peer(old[1].addresses).open()
+    assert newcomer.runs() == {"test": [contract]}
+    network.enter([newcomer], contract)
+    outcomes = network.round([*old, newcomer])
+    assert {frozenset(outcome.weights) for outcome in outcomes} == {
+        frozenset(peer.peer_id for peer in [*old, newcomer])
+    }
+
+
+def test_one_living_address_among_dead_ones_is_enough(network: Network, tmp_path: Path) -> None:
+    first = network.peer().open()
+    second = network.peer([dead_address(tmp_path), *first.addresses]).open()
+    network.enter([first, second], network.contract(2))
+    network.round([first, second])
+
+
+def test_dead_address_ends_in_one_line_that_names_it_within_the_limit(network: Network, tmp_path: Path) -> None:
+    address = dead_address(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(SwarmError) as raised:
+        network.peer([address], startup_timeout_s=3.0).open()
+    assert time.monotonic() - started < 8.0
+    assert address in str(raised.value)
+    assert "3 s" in str(raised.value)
+    assert is_one_line(raised.value)
+    assert raised.value.exit_code == 75
+
+
+@pytest.mark.parametrize("address", ["/ip4/1.2.3.4/tcp/99999/p2p/Qm1", "/ip4/1.2.3.4/tcp/1/p2p/12D3Koo"])
+def test_malformed_peer_address_is_refused_with_the_right_shape(network: Network, address: str) -> None:
+    with pytest.raises(SettingsError, match="write it as /ip4/HOST/tcp/PORT/p2p/PEER_ID") as raised:
+        network.peer([address]).open()
+    assert f"swarm.peers '{address}' is no address" in str(raised.value)
+    assert is_one_line(raised.value)
+
+
+def test_malformed_listen_address_is_refused_with_the_right_shape(network: Network) -> None:
+    with pytest.raises(SettingsError, match=r"swarm\.host_maddrs '/ip4/nowhere/tcp/0' is no address: write it as /ip4"):
+        network.peer(host_maddrs=("/ip4/nowhere/tcp/0",)).open()
+
+
+def test_address_of_another_machine_is_refused(network: Network) -> None:
+    with pytest.raises(SettingsError, match=r"swarm\.host_maddrs .*192\.0\.2\.1.*: name an address of this machine"):
+        network.peer(host_maddrs=("/ip4/192.0.2.1/tcp/4321",)).open()
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(60.0, "behind"), (-60.0, "ahead of")])
+def test_clock_that_is_off_says_by_how_much(network: Network, ahead_s: float, words: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", SKEWED_PEER, str(ahead_s)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as skewed:
+        assert skewed.stdout is not None
+        address = skewed.stdout.readline().strip()
+        with pytest.raises(SettingsError, match=rf"is (59|60|61)\.\d s {words} the swarm's") as raised:
+            network.peer([address]).open()
+        skewed.communicate("")
+    assert "NTP" in str(raised.value)
+    assert is_one_line(raised.value)
+
+
+def test_two_runs_on_one_dht_keep_their_workers_apart(network: Network, wait_until: WaitUntil) -> None:
+    bootstrap = network.peer().open()
+    apart = [network.workers(2, bootstrap.addresses, run=run) for run in ("left", "right")]
+    assert [[peer.wait_for_start() for peer in workers] for workers in apart] == [[2, 2], [2, 2]]
+    wait_until(lambda: sorted(bootstrap.runs()) == ["left", "right"], "both runs are listed")
+    futures = [[peer.average() for peer in workers] for workers in apart]
+    for workers, of_run in zip(apart, futures, strict=True):
+        for future in of_run:
+            assert set(future.result(30).weights) == {peer.peer_id for peer in workers}

@@ -1,0 +1,201 @@
+"""Who is in a round and when it starts: everybody who lives, at once; without stragglers at the deadline."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opendiloco.errors import SettingsError
+from opendiloco.rounds import Position, RoundOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from conftest import Network, Peer, WaitUntil
+
+LONG_S = 600.0
+AT_ONCE_S = 1.0
+
+
+def ids(peers: Sequence[Peer]) -> set[str]:
+    return {peer.peer_id for peer in peers}
+
+
+def arrive(peers: Sequence[Peer]) -> list[Future[RoundOutcome]]:
+    return [peer.average() for peer in peers]
+
+
+def results(futures: Sequence[Future[RoundOutcome]], limit_s: float = 30.0) -> list[RoundOutcome]:
+    return [future.result(limit_s) for future in futures]
+
+
+def test_four_workers_that_are_there_start_within_a_second(network: Network) -> None:
+    """The median of some rounds: the machine may be busy, but a fixed waiting time would be in all of them."""
+    workers = network.workers(4, deadline=LONG_S)
+    took_s = []
+    for _ in range(9):
+        started = time.monotonic()
+        outcomes = results(arrive(workers))
+        took_s.append(time.monotonic() - started)
+        assert all(set(outcome.weights) == ids(workers) for outcome in outcomes)
+        for peer, outcome in zip(workers, outcomes, strict=True):
+            peer.commit(outcome)
+    assert statistics.median(took_s) < 1.0
+
+
+def test_group_waits_for_the_last_live_peer_and_starts_the_moment_it_comes(
+    network: Network, wait_until: WaitUntil
+) -> None:
+    workers = network.workers(3, deadline=LONG_S)
+    network.round(workers)
+    early = arrive(workers[:2])
+    wait_until(lambda: workers[0].awaited().startswith("2 of 3 workers are there"), "two have arrived")
+    assert workers[2].peer_id in workers[0].awaited()
+    assert not any(future.done() for future in early)
+    came = time.monotonic()
+    outcomes = results([*early, workers[2].average()])
+    assert time.monotonic() - came < AT_ONCE_S
+    assert all(set(outcome.weights) == ids(workers) for outcome in outcomes)
+    assert outcomes[0].wait_s > 0
+    assert outcomes[2].wait_s < outcomes[0].wait_s
+
+
+def test_straggler_is_left_out_at_the_deadline_and_told_to_catch_up(network: Network) -> None:
+    workers = network.workers(3, deadline=2.0)
+    started = time.monotonic()
+    outcomes = results(arrive(workers[:2]))
+    took_s = time.monotonic() - started
+    assert 2.0 <= took_s < 4.0
+    assert all(set(outcome.weights) == ids(workers[:2]) for outcome in outcomes)
+    assert [outcome.live for outcome in outcomes] == [3, 3]
+    for peer, outcome in zip(workers, outcomes, strict=False):
+        peer.commit(outcome)
+    late = workers[2].average().result(30)
+    assert late.verdict == "resync"
+    assert "is at round 1, this one at round 0" in late.reason
+    assert late.weights == {}
+
+
+def test_half_of_the_live_peers_never_start_whatever_the_deadline(network: Network, wait_until: WaitUntil) -> None:
+    workers = network.workers(4, deadline=0.2)
+    half = arrive(workers[:2])
+    wait_until(lambda: workers[0].awaited().startswith("2 of 4 workers are there"), "two have arrived")
+    with pytest.raises(TimeoutError):
+        half[0].result(2.0)
+    assert not half[1].done()
+    outcomes = results([*half, workers[2].average()])
+    assert all(set(outcome.weights) == ids(workers[:3]) for outcome in outcomes)
+
+
+def test_peer_that_leaves_is_not_waited_for(network: Network) -> None:
+    workers = network.workers(4, deadline=LONG_S)
+    half = arrive(workers[:2])
+    for peer in workers[2:]:
+        peer.leave()
+    outcomes = results(half, limit_s=5.0)
+    assert all(set(outcome.weights) == ids(workers[:2]) for outcome in outcomes)
+    assert [outcome.live for outcome in outcomes] == [2, 2]
+
+
+def test_peer_that_falls_silent_is_waited_for_until_its_record_expires(network: Network) -> None:
+    workers = network.workers(3, deadline=LONG_S, settings={"heartbeat_s": 0.5, "expiry_s": 3.0})
+    waiting = arrive(workers[:2])
+    workers[2].close()
+    outcomes = results(waiting, limit_s=10.0)
+    assert all(set(outcome.weights) == ids(workers[:2]) for outcome in outcomes)
+
+
+def test_last_one_standing_goes_on_alone(network: Network) -> None:
+    workers = network.workers(3, deadline=LONG_S)
+    network.round(workers)
+    for peer in workers[1:]:
+        peer.leave()
+    outcome = workers[0].average().result(10.0)
+    assert set(outcome.weights) == ids(workers[:1])
+
+
+def test_newcomer_is_in_the_first_round_it_is_there_for(network: Network) -> None:
+    contract = network.contract(2)
+    workers = network.workers(2, contract=contract)
+    newcomer = network.peer(workers[0].addresses).open()
+    network.enter([newcomer], contract)
+    outcomes = network.round([*workers, newcomer])
+    assert all(set(outcome.weights) == ids([*workers, newcomer]) for outcome in outcomes)
+
+
+def test_workers_of_two_lineages_never_average_together(network: Network) -> None:
+    """Also the arrivals of one lineage come to the leaders of the other one's rounds: all are on one DHT."""
+    contract = network.contract(2, deadline=LONG_S)
+    bootstrap = network.peer().open()
+    pairs = [network.peers(2, bootstrap.addresses) for _ in range(2)]
+    for pair, lineage in zip(pairs, ("a" * 64, "b" * 64), strict=True):
+        network.enter(pair, contract, position=Position(3, lineage, "0" * 64))
+    futures = [arrive(pair) for pair in pairs]
+    for pair, of_pair in zip(pairs, futures, strict=True):
+        assert all(set(outcome.weights) == ids(pair) for outcome in results(of_pair))
+
+
+def test_worker_with_another_layout_is_refused_and_the_others_go_on(network: Network) -> None:
+    contract = network.contract(2, deadline=LONG_S)
+    workers = network.workers(2, contract=contract)
+    other = network.peer(workers[0].addresses).open()
+    other.enter(contract, layout="1" * 64)
+    with pytest.raises(SettingsError, match="run test: install the same version of transformers"):
+        other.wait_for_start()
+    outcomes = network.round(workers)
+    assert all(set(outcome.weights) == ids(workers) for outcome in outcomes)
+
+
+def test_worker_with_another_contract_is_refused_and_the_others_go_on(network: Network) -> None:
+    workers = network.workers(2, contract=network.contract(2, deadline=LONG_S))
+    other = network.peer(workers[0].addresses).open()
+    other.enter(network.contract(2, codec="none", deadline=LONG_S))
+    with pytest.raises(SettingsError, match=r"run\.id test is taken: .* leave out --run, or choose another run\.id"):
+        other.wait_for_start()
+    outcomes = network.round(workers)
+    assert all(set(outcome.weights) == ids(workers) for outcome in outcomes)
+
+
+def test_worker_with_other_initial_parameters_is_refused_and_the_others_go_on(network: Network) -> None:
+    contract = network.contract(2, deadline=LONG_S)
+    workers = network.workers(2, contract=contract)
+    other = network.peer(workers[0].addresses).open()
+    other.enter(contract, position=Position(0, "f" * 64, "f" * 64))
+    with pytest.raises(SettingsError, match="initial parameters ffffffffffff differ from 000000000000 of peer"):
+        other.wait_for_start()
+    outcomes = network.round(workers)
+    assert all(set(outcome.weights) == ids(workers) for outcome in outcomes)
+
+
+def test_peer_of_an_older_round_never_averages(network: Network) -> None:
+    contract = network.contract(1, deadline=LONG_S)
+    ahead, behind = network.peers(2)
+    ahead.enter(contract, position=Position(4, "a" * 64, "0" * 64))
+    behind.enter(contract, position=Position(3, "b" * 64, "0" * 64))
+    late = behind.average().result(30)
+    assert (late.verdict, late.weights) == ("resync", {})
+    assert ahead.average().result(30).weights == {ahead.peer_id: 1.0}
+
+
+def test_client_mode_peer_takes_part_and_reduces_nothing(network: Network) -> None:
+    size = 300_000
+    contract = network.contract(3, codec="none")
+    reachable = network.peers(2)
+    client = network.peer(reachable[0].addresses, client_mode=True).open()
+    everybody = [*reachable, client]
+    network.enter(everybody, contract, size=size)
+    for _ in range(3):
+        for index, peer in enumerate(everybody):
+            peer.vectors["pseudo_gradient"].fill_(float(index))
+        outcomes = network.round(everybody)
+        assert all(set(outcome.weights) == ids(everybody) for outcome in outcomes)
+        assert all(bool((peer.vectors["average"] == 1.0).all()) for peer in everybody)
+        # It sends its own vector and gets the average; reducers also answer both others with their shares.
+        vector = 4 * size
+        assert outcomes[2].sent_bytes == pytest.approx(vector, rel=0.01)
+        assert outcomes[2].received_bytes == pytest.approx(vector, rel=0.01)
+        assert sum(outcome.sent_bytes for outcome in outcomes[:2]) == pytest.approx(3 * vector, rel=0.01)
