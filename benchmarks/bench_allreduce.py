@@ -8,15 +8,12 @@ the moment all peers ask for it until the last one has its average: rendezvous o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import os
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from benchmarks.baselines import Place, System, Timing, vector_sizes
-from benchmarks.common import (
-    ROOT,
-    BenchmarkError,
-    PeerProcess,
-    commit,
-    compare,
-    cores,
-    exact_mean,
-    fill,
-    machine,
-    versions,
-    write_lines,
-)
-from opendiloco.shared import create_shared_memory, map_vectors
+from benchmarks.baselines import System
+from benchmarks.common import ROOT, BenchmarkError, commit, cores, machine, versions, write_lines
+from benchmarks.groups import Cell, measure
 
 RESULTS = ROOT / "benchmarks" / "results"
 INT8, BASELINE, GLOO = System("opendiloco", "int8"), System("hivemind", "fp16"), System("gloo", "fp32")
@@ -49,182 +33,6 @@ QUICK_SYSTEMS = (INT8, BASELINE, GLOO)
 LARGE = (4, 25_000_000)
 """Workers and values of the bar on speed and of the look at what limits it."""
 SPEED_BAR, RENDEZVOUS_BAR_S = 1.5, 1.0
-HEAD_START_S = 0.1
-"""For all peers to hear of a start."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One all-reduce of one system."""
-
-    seconds: float
-    rendezvous_s: float
-    sent_bytes: int | None
-    """Of the peer that sent most."""
-    relative_error: float
-    """|average - exact mean| / |exact mean|, L2, of the first replica."""
-    replica_difference: float
-    """Largest difference of a value between replicas."""
-    cpu_s: dict[str, float]
-    """Of all processes of the system, by kind."""
-
-    @property
-    def allreduce_s(self) -> float:
-        """The step without the rendezvous."""
-        return self.seconds - self.rendezvous_s
-
-
-@dataclass
-class Cell:
-    """All repetitions of one system with one number of workers and values."""
-
-    system: System
-    workers: int
-    values: int
-    samples: list[Sample] = field(default_factory=list)
-
-    def each(self, name: str) -> list[float]:
-        """A field of all samples."""
-        return [getattr(sample, name) for sample in self.samples]
-
-    def median(self, name: str) -> float:
-        """Median over the repetitions."""
-        return statistics.median(self.each(name))
-
-    @property
-    def cpu_s(self) -> dict[str, float]:
-        """Median CPU seconds of one all-reduce, by kind of process."""
-        return {
-            kind: statistics.median(sample.cpu_s.get(kind, 0.0) for sample in self.samples)
-            for kind in self.samples[0].cpu_s
-        }
-
-    @property
-    def bytes_per_value(self) -> tuple[float, str]:
-        """Sent by one peer for each of its values, and where the number is from."""
-        sent = [sample.sent_bytes for sample in self.samples if sample.sent_bytes is not None]
-        if sent:
-            return statistics.median(sent) / self.values, "measured"
-        size = {"fp16": 2, "none": 4, "fp32": 4}[self.system.codec]
-        return 2 * (self.workers - 1) / self.workers * size, "computed"
-
-
-class Team:
-    """All peers of one system."""
-
-    def __init__(self, cell: Cell, memory: int, vectors: dict[str, Tensor], exact: Tensor) -> None:
-        self.cell, self._exact = cell, exact
-        self._results = [vectors[f"result {index}"] for index in range(cell.workers)]
-        self._memory = memory
-        self._peers: list[PeerProcess] = []
-
-    def spawn(self) -> None:
-        """Start the processes."""
-        for index in range(self.cell.workers):
-            threads = max(1, cores() // self.cell.workers)
-            peer = PeerProcess("benchmarks.baselines", threads=threads, inherited=[self._memory])
-            self._peers.append(peer)
-            peer.send("place", Place(self.cell.system, index, self.cell.workers, self.cell.values, self._memory))
-
-    def join(self) -> None:
-        """Make the processes a group."""
-        self._collect()
-        self._peers[0].send("start", [])
-        addresses = self._peers[0].receive()
-        for peer in self._peers[1:]:
-            peer.send("start", addresses)
-        self._collect(self._peers[1:])
-        self._call("join")
-
-    def measure(self) -> Sample:
-        """One all-reduce, and a look at what came out of it."""
-        self._call("reset")
-        before = self._cpu_s()
-        start_at = time.monotonic() + HEAD_START_S
-        timings: list[Timing] = self._call("run", start_at)
-        after = self._cpu_s()
-        self._call("publish")
-        error, difference = compare(self._results, self._exact)
-        sent = [timing.sent_bytes for timing in timings if timing.sent_bytes is not None]
-        return Sample(
-            seconds=max(timing.ended for timing in timings) - start_at,
-            rendezvous_s=max(timing.gathered for timing in timings) - start_at,
-            sent_bytes=max(sent, default=None),
-            relative_error=error,
-            replica_difference=difference,
-            cpu_s={kind: after[kind] - before.get(kind, 0.0) for kind in after},
-        )
-
-    def hang_up(self) -> None:
-        """Ask all processes to end."""
-        for peer in self._peers:
-            peer.hang_up()
-
-    def close(self) -> None:
-        """Wait until all processes have ended."""
-        for peer in self._peers:
-            peer.close()
-
-    def _call(self, method: str, *arguments: object) -> list[Any]:
-        for peer in self._peers:
-            peer.send(method, *arguments)
-        return self._collect()
-
-    def _collect(self, peers: Sequence[PeerProcess] | None = None) -> list[Any]:
-        try:
-            return [peer.receive() for peer in (self._peers if peers is None else peers)]
-        except BenchmarkError as error:
-            raise BenchmarkError(f"{self.cell.system.label}, {self.cell.workers} workers: {error}") from None
-
-    def _cpu_s(self) -> dict[str, float]:
-        by_peer = [peer.cpu_s() for peer in self._peers]
-        return {kind: sum(used.get(kind, 0.0) for used in by_peer) for kind in sorted(set().union(*by_peer))}
-
-
-def measure(systems: Sequence[System], *, workers: int, values: int, repetitions: int) -> list[Cell]:
-    """All systems side by side; a first round is not counted."""
-    _say(f"{workers} workers, {values:,} values: starting {len(systems) * workers} peers")
-    cells = [Cell(system, workers, values) for system in systems]
-    memory = create_shared_memory()
-    vectors = map_vectors(memory, vector_sizes(workers, values))
-    own = [vectors[f"values {index}"] for index in range(workers)]
-    for index, vector in enumerate(own):
-        fill(vector, seed=index)
-    exact = exact_mean(own)
-    teams = [Team(cell, memory, vectors, exact) for cell in cells]
-    with contextlib.ExitStack() as stack:
-        stack.callback(_close, teams, memory)
-        for team in teams:
-            team.spawn()
-        for team in teams:
-            team.join()
-        for team in teams:
-            team.measure()
-        for repetition in range(repetitions):
-            _say(f"{workers} workers, {values:,} values: repetition {repetition + 1} of {repetitions}")
-            for index in range(len(teams)):
-                team = teams[(repetition + index) % len(teams)]
-                team.cell.samples.append(team.measure())
-    return cells
-
-
-def _close(teams: Sequence[Team], memory: int) -> None:
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        for team in teams:
-            team.hang_up()
-        for team in teams:
-            team.close()
-        os.close(memory)
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-# --- what came out ---------------------------------------------------------------------------------------
 
 
 def ratio(cell: Cell, cells: Sequence[Cell], name: str = "seconds") -> float | None:
@@ -259,6 +67,7 @@ def to_record(cell: Cell, cells: Sequence[Cell]) -> dict[str, object]:
         "relative_error": cell.median("relative_error"),
         "replica_difference": max(cell.each("replica_difference")),
         "cpu_s": cell.cpu_s,
+        "others_cpu_share": cell.median("others_share"),
     }
 
 
@@ -291,6 +100,7 @@ def to_table(cells: Sequence[Cell], title: str) -> Table:
             f"{sent:.2f}{'' if source == 'measured' else '*'}",
             f"{cell.median('relative_error'):.1e}",
             f"{max(cell.each('replica_difference')):.1e}",
+            f"{cell.median('others_share'):.0%}",
             end_section=cell.system == cells[-1].system,
         )
     return table
@@ -331,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for workers, values in itertools.product(options.workers, options.values):
             systems = QUICK_SYSTEMS if options.quick else SYSTEMS
-            cells += measure(systems, workers=workers, values=values, repetitions=options.repetitions)
+            cells += measure(
+                systems, workers=workers, values=values, repetitions=options.repetitions, patience_s=options.patience
+            )
     except KeyboardInterrupt:
         print("stopped: nothing was written", file=sys.stderr)
         return 130
@@ -349,7 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     host = machine()
     title = f"All-reduce, {options.repetitions} repetitions, {host['cores']} cores of {host['cpu']}"
     console.print(to_table(cells, title))
-    console.print("speed: against hivemind fp16. bytes/value: sent by one peer, * computed (2 (k - 1) / k values).")
+    console.print(
+        "speed: against hivemind fp16. bytes/value: sent by one peer, * computed (2 (k - 1) / k values). "
+        "differ: largest difference between replicas. others: CPU time that everything else on the machine took.",
+        highlight=False,
+    )
     for claim, measured, holds in bars(cells):
         word = "not measured" if holds is None else "pass" if holds else "FAIL"
         console.print(f"{word}: {claim}{f': {measured}' if measured else ''}", highlight=False)
@@ -364,15 +180,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", metavar="K", help="peers (default 2 4)")
     parser.add_argument("--values", type=int, nargs="+", metavar="N", help="vector sizes (default 1000000 25000000)")
     parser.add_argument("--repetitions", type=int, metavar="N", help="of everything (default 5)")
+    parser.add_argument("--patience", type=float, metavar="S", help="seconds to wait for a quiet machine (default 10)")
     parser.add_argument("--quick", action="store_true", help="2 workers, 3 systems, tiny vectors: does it work?")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="JSON lines (default benchmarks/results/allreduce.jsonl)"
     )
-    defaults: dict[str, Any] = {"workers": [2, 4], "values": [1_000_000, 25_000_000], "repetitions": 5}
+    defaults: dict[str, Any] = {
+        "workers": [2, 4],
+        "values": [1_000_000, 25_000_000],
+        "repetitions": 5,
+        "patience": 10.0,
+    }
     if not parser.parse_known_args(argv)[0].quick:
         defaults["out"] = RESULTS / "allreduce.jsonl"
     else:
-        defaults = {"workers": [2], "values": [10_000], "repetitions": 2}
+        defaults = {"workers": [2], "values": [10_000], "repetitions": 2, "patience": 0.0}
     parser.set_defaults(**defaults)
     options = parser.parse_args(argv)
     if min(*options.workers, *options.values, options.repetitions) < 1:

@@ -12,6 +12,7 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from opendiloco import guard
 ROOT = Path(__file__).resolve().parents[1]
 CALL_LIMIT_S = 120.0
 CLOSE_LIMIT_S = 5.0
+QUIET_LOOK_S, QUIET_SHARE = 0.3, 0.2
 SEGMENT = 100_000
 """Values of one scale: about a parameter tensor."""
 SCALES = (1e-2, 1e-3, 1e-4)
@@ -176,6 +178,22 @@ def machine() -> dict[str, object]:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def busy_s() -> float:
+    """CPU seconds that all cores of this machine have spent on anything since it started."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / _TICKS_PER_S  # without idle, waiting for disks
+
+
+def wait_until_quiet(limit_s: float) -> None:
+    """Wait, at most `limit_s` seconds, for a moment in which the machine's cores are mostly idle."""
+    give_up = time.monotonic() + limit_s
+    while time.monotonic() < give_up:
+        before = busy_s()
+        time.sleep(QUIET_LOOK_S)
+        if busy_s() - before < QUIET_SHARE * QUIET_LOOK_S * (os.cpu_count() or 1):
+            return
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ theta_t - theta_i is averaged with the other workers, the outer step moves theta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from opendiloco.averager import Averager
 from opendiloco.config import Contract, OuterConfig
-from opendiloco.errors import SwarmError
+from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
 from opendiloco.leave import Leave
 from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
@@ -135,7 +136,7 @@ class DiLoCo(torch.optim.Optimizer):
         """
         loss = self.inner.step(closure)
         self._inner_steps += 1
-        if self._inner_steps == self._contract.inner.steps:
+        if self._inner_steps >= self._contract.inner.steps:
             self._end_round()
         return loss
 
@@ -194,10 +195,10 @@ class DiLoCo(torch.optim.Optimizer):
             return self._wait(future)
         except Leave:
             self._swarm.withdraw()
-            outcome = future.result(LEAVE_LIMIT_S)
-            if outcome.verdict != "commit":
-                raise
-            return outcome
+            with contextlib.suppress(NotDone, SwarmError):
+                if (outcome := future.result(LEAVE_LIMIT_S)).verdict == "commit":
+                    return outcome
+            raise
 
     def _catch_up(self, late_work: Tensor | None = None) -> Recovery:
         """Go where the swarm is. Finished work that came too late goes on top of the new outer parameters."""
@@ -215,7 +216,7 @@ class DiLoCo(torch.optim.Optimizer):
         else:
             scatter(self.outer.theta, self._parameters)
         self._begin_round(at=recovery.inner_step)
-        self._swarm.begin_phase(following=self._weight() == 0)
+        self._swarm.begin_phase(following=self._is_following())
         return recovery
 
     def _commit(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> None:
@@ -288,8 +289,16 @@ class DiLoCo(torch.optim.Optimizer):
     def _weight(self) -> float:
         """Tokens, or one; a worker that came in the middle of the phase has no vote where all votes are equal."""
         if self._contract.outer.weighting == "tokens":
+            if self._tokens == 0:
+                raise SettingsError(
+                    "outer.weighting is tokens and no tokens were counted in this round: call count_tokens before "
+                    "each step, or set outer.weighting to uniform"
+                )
             return float(self._tokens)
-        return 0.0 if self._begun_at > 0 else 1.0
+        return 0.0 if self._is_following() else 1.0
+
+    def _is_following(self) -> bool:
+        return self._begun_at > 0 and self._contract.outer.weighting == "uniform"
 
     def _position(self) -> Position:
         return Position(self.outer.round, self.outer.lineage, self.params_hash, self.tokens)

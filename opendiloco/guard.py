@@ -86,29 +86,29 @@ def _kill_descendants() -> None:
                 os.waitpid(pid, 0)
 
 
-def _wait_for_end(child: subprocess.Popen[bytes]) -> bool:
-    """Wait until the child ends (True) or the trainer's end of standard input closes (False)."""
-    ended = os.pidfd_open(child.pid)
-    try:
-        while True:
-            readable, _, _ = select.select([0, ended], [], [])
-            if ended in readable:
-                return True
-            if not os.read(0, 4096):
-                return False
-    finally:
-        os.close(ended)
+def _wait_for_end(child: int, owner: int) -> bool:
+    """Wait until the child ends (True), or the owner ends or closes its end of standard input (False).
+
+    Args: pidfds. The owner's is watched too, because processes it forks keep its end of the pipe open.
+    """
+    while True:
+        readable, _, _ = select.select([0, child, owner], [], [])
+        if child in readable:
+            return True
+        if owner in readable or not os.read(0, 4096):
+            return False
 
 
 def main() -> int:
     runtime_dir, command = Path(sys.argv[1]), sys.argv[2:]
+    owner = os.pidfd_open(os.getppid())
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # only the trainer's end ends the guard
+        signal.signal(number, lambda *_: None)  # only the owner's end ends the guard; not inherited, unlike SIG_IGN
     lock = _lock(runtime_dir)
     inherited = [int(fd) for fd in os.environ.get(FDS_VARIABLE, "").split(",") if fd]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
-    if not _wait_for_end(child):
+    if not _wait_for_end(os.pidfd_open(child.pid), owner):
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_S)

@@ -119,6 +119,7 @@ class SimulatedSwarm:
         self._group, self.peer_id = group, name
         self.vectors: dict[str, Tensor] = {}
         self.request = RoundRequest(weight=1.0, tokens=0)
+        self._position = Position(0, "", "")
 
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """fp32 zeros by name."""

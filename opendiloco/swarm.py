@@ -198,13 +198,11 @@ class Swarm:
         if self._memory < 0:
             return
         self._caller.hang_up()
-        for wait_s in (CLOSE_TIMEOUT_S, guard.GRACE_S + 1):
-            try:
-                self._guard.wait(wait_s)
-                break
-            except subprocess.TimeoutExpired:
-                assert self._guard.stdin is not None
-                self._guard.stdin.close()  # makes the guard stop the network process itself
+        assert self._guard.stdin is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(CLOSE_TIMEOUT_S)
+        self._guard.stdin.close()  # makes a guard that is still there stop the network process itself
+        self._guard.wait()
         self._caller.close()
         os.close(self._memory)
         self._memory = -1

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,11 +29,20 @@ import pytest
 import uvloop
 from torch import Tensor
 
-from opendiloco.config import Contract, OuterConfig, RoundsConfig, RunConfig, SwarmConfig
+from opendiloco.config import (
+    Contract,
+    DataConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    RoundsConfig,
+    RunConfig,
+    SwarmConfig,
+)
 from opendiloco.identity import Identity
 from opendiloco.metrics import read_metrics
-from opendiloco.outer import next_lineage
 from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.settings import write_toml
 from opendiloco.shared import create_shared_memory, map_vectors
 from opendiloco.swarm import Swarm
 
@@ -46,17 +56,6 @@ LIMIT_S = 90.0
 """Bound of every wait whose length is not the claim; the machine may be busy."""
 POLL_S = 0.02
 ZERO = "0" * 64
-
-SMALL = (
-    "model.name=tiny",
-    "data.seq_len=32",
-    "data.validation_sequences=4",
-    "inner.batch_size=2",
-    "inner.steps=3",
-    "run.rounds=5",
-    "compute.threads=1",
-)
-"""Settings of a worker that trains for seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,7 +93,7 @@ class Peer:
     def __init__(self, network: Network, folder: Path, config: SwarmConfig, identity: Identity) -> None:
         self._network, self._folder, self._memory = network, folder, create_shared_memory()
         self.peer_id = identity.peer_id
-        self.process = PeerProcess(config, identity, folder, self._memory)
+        self.process = PeerProcess(config, identity, folder, folder, self._memory)
         self.addresses: list[str] = []
         self.position = Position(0, ZERO, ZERO)
         self.vectors: dict[str, Tensor] = {}
@@ -111,7 +110,7 @@ class Peer:
     ) -> None:
         """Announce this peer as a worker of the run."""
         self.position = position or self.position
-        sizes = {"pseudo_gradient": size, "average": size}
+        sizes = {"theta": size, "momentum": size, "second_moment": 0, "pseudo_gradient": size, "average": size}
         self.vectors = map_vectors(self._memory, sizes)
         self._network.run(self.process.enter(contract, layout, sizes, self.position))
 
@@ -126,11 +125,9 @@ class Peer:
     def commit(self, outcome: RoundOutcome) -> None:
         """What the trainer does after a commit, but for the outer step."""
         assert outcome.verdict == "commit", outcome
-        round = self.position.round + 1
-        lineage = next_lineage(
-            self.position.lineage, round=round, weights=outcome.weights, average_digest=outcome.digest
-        )
-        self.position = Position(round, lineage, ZERO)
+        before = self.position
+        tokens = before.tokens + sum(outcome.tokens.values())
+        self.position = Position(before.round + 1, outcome.lineage, ZERO, tokens)
         self._network.run(self.process.committed(self.position))
 
     def awaited(self) -> str:
@@ -345,34 +342,76 @@ class Command:
 class Commands:
     """Starts `opendiloco` commands, and ends those that still run."""
 
-    def __init__(self, root: Path, text: Path) -> None:
-        self._root, self._text = root, text
+    def __init__(self, root: Path, text_file: Path) -> None:
+        self._root, self._text_file = root, text_file
         self._started: list[Command] = []
 
     def start(self, *arguments: str, folder: Path | None = None) -> Command:
-        """Run `opendiloco ARGUMENTS`; `folder` instead of a new one continues there."""
+        """Run `opendiloco ARGUMENTS`, in a new folder or on in an old one."""
         command = Command(folder or self._root / f"command-{len(self._started)}", arguments)
         self._started.append(command)
         return command
 
-    def worker(self, peers: Sequence[str] = (), *sets: str, folder: Path | None = None) -> Command:
-        """A worker with small settings on a small text; with `sets` it brings them as its contract's."""
-        addresses = ["--peers", *peers] if peers else []
-        overrides = [*SMALL, f"data.source=text:{self._text}", *sets]
-        options = [part for override in overrides for part in ("--set", override)]
-        return self.start("train", *addresses, *options, folder=folder)
+    def worker(
+        self,
+        peers: Sequence[str] = (),
+        contract: Contract | None = None,
+        *,
+        sets: Sequence[str] = (),
+        folder: Path | None = None,
+    ) -> Command:
+        """`opendiloco train`; a worker without a contract takes the swarm's."""
+        arguments = ["train", "--set", "compute.threads=1", "--set", "log.every_steps=1"]
+        arguments += [part for override in sets for part in ("--set", override)]
+        if peers:
+            arguments += ["--peers", *peers]
+        if contract is not None:
+            run_toml = self._root / f"{contract.digest}.toml"
+            write_toml(run_toml, contract)
+            arguments += ["--run", str(run_toml)]
+        return self.start(*arguments, folder=folder)
+
+    def contract(self, *, rounds: int = 5, codec: str = "int8", **settings: Any) -> Contract:
+        """A run that takes seconds; `settings` are those of `rounds`."""
+        return small_contract(self._text_file, rounds=rounds, codec=codec, **settings)
 
     def close(self) -> None:
-        for command in self._started:
-            if command.popen.poll() is None:
-                command.popen.send_signal(signal.SIGTERM)
+        running = [command for command in self._started if command.popen.poll() is None]
+        helpers = [process for command in running for process in command.below()]
+        for command in running:
+            command.popen.send_signal(signal.SIGTERM)
         give_up = time.monotonic() + 10
-        for command in self._started:
+        for command in running:
             try:
                 command.popen.wait(max(0.0, give_up - time.monotonic()))
             except subprocess.TimeoutExpired:
                 command.popen.kill()
                 command.popen.wait()
+        psutil.wait_procs(helpers, timeout=20)
+
+
+def small_contract(
+    text_file: Path, *, run: str = "test", rounds: int = 5, codec: str = "int8", **settings: Any
+) -> Contract:
+    """A tiny model, a small text and three inner steps a round."""
+    return Contract(
+        run=RunConfig(id=run, rounds=rounds),
+        model=ModelConfig(name="tiny"),
+        data=DataConfig(source=f"text:{text_file}", seq_len=32, validation_sequences=4),
+        inner=InnerConfig(steps=3, batch_size=2),
+        outer=OuterConfig(codec=codec),
+        rounds=RoundsConfig(**settings),
+    )
+
+
+class SmallContract(Protocol):
+    def __call__(self, *, run: str = "test") -> Contract: ...
+
+
+@pytest.fixture
+def make_contract(text_file: Path) -> SmallContract:
+    """Makes run contracts of workers that train for seconds."""
+    return partial(small_contract, text_file)
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,8 @@ def start(out: Path) -> subprocess.Popen[str]:
 
 def test_quick_run_writes_a_line_per_system_and_ends_everything(tmp_path: Path) -> None:
     out = tmp_path / "allreduce.jsonl"
-    process = start(out)
-    printed, errors = process.communicate(timeout=150)
+    with start(out) as process:
+        printed, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     assert "pass: replicas identical" in printed
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -48,12 +48,12 @@ def test_quick_run_writes_a_line_per_system_and_ends_everything(tmp_path: Path) 
 
 def test_interrupted_run_ends_everything_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "allreduce.jsonl"
-    process = start(out)
-    assert process.stderr is not None
-    while "repetition 1" not in process.stderr.readline():  # then all peers are up
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    with start(out) as process:
+        assert process.stderr is not None
+        while "repetition 1" not in process.stderr.readline():  # then all peers are up
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "nothing was written" in errors
     assert not out.exists()

@@ -10,7 +10,8 @@ import opendiloco
 LAYERS = """
 errors config settings options flat codec rounds logs metrics shared guard leave identity outer roundlog checkpoint
 text tokenizer sequences tokens model inner evaluate
-membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation channel network swarm
+membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation
+channel network swarm
 averager diloco display worker trainer simulate demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}

@@ -18,7 +18,9 @@ CODEC = get_codec("int8")
 GENESIS = "ab" * 32
 
 
-def make(round: int = 1, before: str = GENESIS, sizes: tuple[int, ...] = (1024, 5)) -> tuple[LogEntry, list[memoryview]]:
+def make(
+    round: int = 1, before: str = GENESIS, sizes: tuple[int, ...] = (1024, 5)
+) -> tuple[LogEntry, list[memoryview]]:
     torch.manual_seed(round)
     payload = [memoryview(CODEC.encode(torch.randn(size)).numpy().data) for size in sizes]
     digest = blake3.blake3(b"".join(payload)).hexdigest()
@@ -60,7 +62,9 @@ def test_only_the_newest_rounds_are_kept_by_number_not_by_text(tmp_path: Path) -
     assert log.read(8) is None
 
 
-@pytest.mark.parametrize("change", [{"round": 2}, {"before": "cd" * 32}, {"weights": {"a": 1.0}}, {"digest": "00" * 32}])
+@pytest.mark.parametrize(
+    "change", [{"round": 2}, {"before": "cd" * 32}, {"weights": {"a": 1.0}}, {"digest": "00" * 32}]
+)
 def test_a_changed_header_does_not_match_its_lineage(change: dict[str, object]) -> None:
     entry, _ = make()
     with pytest.raises(LogError, match="lineage"):

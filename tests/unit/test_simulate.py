@@ -137,7 +137,7 @@ def distance(found: Tensor, expected: Tensor, scale: Tensor) -> float:
 
 @pytest.mark.parametrize("names", [NAMES, NAMES[:1]], ids=["three workers", "one worker"])
 def test_codec_none_follows_a_plain_diloco_within_fp32_rounding(names: Sequence[str], tmp_path: Path) -> None:
-    contract = contract_of(rounds=4)
+    contract = contract_of(rounds=3)
     theta, momentum, losses = plain_diloco(contract, names)
     workers = run(contract, tmp_path, names)
     moved = theta - initial_theta(contract)
@@ -154,7 +154,7 @@ def test_codec_none_follows_a_plain_diloco_within_fp32_rounding(names: Sequence[
     assert found == pytest.approx(means, rel=1e-5)
 
 
-@pytest.mark.parametrize("change", [{"inner_lr": 1.01e-3}, {"momentum": 0.91}, {"steps": 2}], ids=str)
+@pytest.mark.parametrize("change", [{"inner_lr": 1.01e-3}, {"momentum": 0.91}], ids=str)
 def test_the_oracle_tells_other_settings_apart(change: dict[str, Any], tmp_path: Path) -> None:
     contract = contract_of(rounds=1)
     theta, _, _ = plain_diloco(contract, NAMES[:1])
@@ -233,9 +233,9 @@ def test_lossy_codecs_stay_near_the_exact_run(
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES[:2]], ids=["one worker", "two workers"])
 def test_validation_loss_goes_down(names: Sequence[str], tmp_path: Path) -> None:
-    run(contract_of(rounds=4, steps=6, inner_lr=3e-3, codec="int8"), tmp_path, names)
+    run(contract_of(rounds=3, steps=6, inner_lr=3e-3, codec="int8"), tmp_path, names)
     losses = [line["loss"] for line in events(tmp_path, names[0], "eval")]
-    assert len(losses) == 5
+    assert len(losses) == 4
     assert abs(losses[0] - math.log(257)) < 0.2  # knows nothing yet: a byte or the end of a document
     assert losses[-1] < losses[0] - 1.0
 

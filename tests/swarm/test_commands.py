@@ -1,0 +1,174 @@
+"""Commands that cannot work end with one line that names setting, values and cure, and the right exit code.
+
+The commands run in this process: what they start, network process and libp2p daemon, is real.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opendiloco.cli import main
+from opendiloco.config import Contract, InnerConfig, ModelConfig
+from opendiloco.flat import FlatLayout
+from opendiloco.model import build_model
+from opendiloco.rounds import Position
+from opendiloco.settings import write_toml
+from opendiloco.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from conftest import Network, SmallContract
+
+WRONG_SETTINGS, NO_SWARM = 64, 75
+
+Fail = Callable[..., str]
+
+
+@pytest.fixture
+def fail(tmp_path: Path, text_file: Path, capfd: pytest.CaptureFixture[str]) -> Fail:
+    """Runs `opendiloco train` with small settings; returns its one line after checking that it is one."""
+
+    def run(code: int, *arguments: str, sets: Sequence[str] = (), peers: Sequence[str] = ()) -> str:
+        small = [f"data.source=text:{text_file}", "data.seq_len=32", "compute.threads=1"]
+        overrides = sets if peers else [*small, *sets]
+        options = [part for override in overrides for part in ("--set", override)]
+        options += ["--peers", *peers] if peers else []
+        exit_code = main(["train", *arguments, *options, "--out", str(tmp_path / "out")])
+        captured = capfd.readouterr()
+        assert exit_code == code, captured.err
+        assert captured.out == ""
+        assert "Traceback" not in captured.err
+        lines = captured.err.splitlines()
+        assert len(lines) == 1, captured.err
+        assert lines[0].startswith("opendiloco: ")
+        return lines[0]
+
+    return run
+
+
+def start_run(network: Network, contract: Contract, peers: Sequence[str] = ()) -> list[str]:
+    """A worker of that run; returns its addresses."""
+    worker = network.peer(peers).open()
+    worker.enter(contract)
+    return worker.addresses
+
+
+def test_unknown_setting(fail: Fail) -> None:
+    assert "unknown setting inner.stps" in fail(WRONG_SETTINGS, sets=["inner.stps=3"])
+
+
+def test_malformed_address_of_a_peer(fail: Fail) -> None:
+    line = fail(WRONG_SETTINGS, peers=["127.0.0.1:31337"])
+    assert "127.0.0.1:31337" in line
+    assert "a full address such as /ip4/203.0.113.5/tcp/31337/p2p/" in line
+
+
+def test_address_that_is_well_formed_but_no_address(fail: Fail) -> None:
+    line = fail(WRONG_SETTINGS, peers=["/ip4/1.2.3.4/tcp/1/p2p/12D3Koo"])
+    assert "swarm.peers '/ip4/1.2.3.4/tcp/1/p2p/12D3Koo' is no address: write it as" in line
+
+
+def test_model_folder_that_is_none(fail: Fail, tmp_path: Path) -> None:
+    folder = tmp_path / "no-model"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("nothing to see here")
+    line = fail(WRONG_SETTINGS, sets=[f"model.name=hf:{folder}"])
+    assert "model.name" in line
+    assert str(folder) in line
+
+
+def test_data_source_without_text(fail: Fail, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    line = fail(WRONG_SETTINGS, sets=[f"data.source=text:{empty}"])
+    assert f"data.source text:{empty}" in line or f"data.source is text:{empty}" in line
+
+
+def test_sequence_longer_than_the_data(fail: Fail, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("a few words only")
+    line = fail(WRONG_SETTINGS, sets=[f"data.source=text:{short}", "data.seq_len=4096"])
+    assert "data.seq_len is 4096" in line
+    assert "lower data.seq_len or use more text" in line
+
+
+def test_taken_port(fail: Fail) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        line = fail(WRONG_SETTINGS, sets=[f'swarm.host_maddrs=["/ip4/127.0.0.1/tcp/{port}"]'])
+    assert f"port {port} is taken" in line
+    assert "choose another port" in line
+
+
+def test_dead_bootstrap_peer(fail: Fail) -> None:
+    address = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPVkYcj4DJaNsg92hMm1yLkBYbwtSipMDBsCuGbFShCXa"
+    line = fail(NO_SWARM, peers=[address], sets=["swarm.startup_timeout_s=5.0"])
+    assert f"swarm.peers {address}: none answered within 5 s" in line
+
+
+def test_contract_of_ones_own_that_differs(
+    fail: Fail, network: Network, tmp_path: Path, make_contract: SmallContract
+) -> None:
+    theirs = make_contract()
+    mine = theirs.model_copy(update={"inner": InnerConfig(steps=7, batch_size=2)})
+    write_toml(tmp_path / "mine.toml", mine)
+    line = fail(WRONG_SETTINGS, "--run", str(tmp_path / "mine.toml"), peers=start_run(network, theirs))
+    assert "inner.steps is 7 here and 3 in run test" in line
+    assert "join with the run's own contract (leave out --run)" in line
+
+
+def test_setting_of_ones_own_that_differs(fail: Fail, network: Network, make_contract: SmallContract) -> None:
+    addresses = start_run(network, make_contract())
+    line = fail(WRONG_SETTINGS, peers=addresses, sets=["inner.lr=0.5", "outer.codec=fp16"])
+    assert "inner.lr is 0.5 here and 0.0004 in run test (1 more differ)" in line
+    assert "leave out --set inner.lr and --set outer.codec" in line
+
+
+def test_several_runs_and_none_named(fail: Fail, network: Network, make_contract: SmallContract) -> None:
+    addresses = start_run(network, make_contract(run="north"))
+    start_run(network, make_contract(run="south"), addresses)
+    line = fail(WRONG_SETTINGS, peers=addresses)
+    assert "the swarm has runs north, south: choose one with --run-id" in line
+
+
+def test_only_other_runs(fail: Fail, network: Network, make_contract: SmallContract) -> None:
+    addresses = start_run(network, make_contract(run="north"))
+    start_run(network, make_contract(run="south"), addresses)
+    line = fail(NO_SWARM, "--run-id", "west", peers=addresses, sets=["swarm.startup_timeout_s=10.0"])
+    assert "0 peers of run west; the swarm has runs north, south: " in line
+
+
+def test_other_initial_parameters_are_refused_before_the_first_inner_step(
+    fail: Fail, network: Network, tmp_path: Path, make_contract: SmallContract
+) -> None:
+    contract = make_contract()
+    vocab_size = load_tokenizer(contract.data.tokenizer).vocab_size
+    model = build_model(ModelConfig(), vocab_size=vocab_size, seq_len=contract.data.seq_len, seed=0)
+    worker = network.peer().open()
+    worker.enter(contract, layout=FlatLayout.of(model).digest, position=Position(0, "f" * 64, "f" * 64))
+    line = fail(WRONG_SETTINGS, peers=worker.addresses, sets=["compute.threads=1"])
+    assert "initial parameters" in line
+    assert f"differ from {'f' * 12} of peer {worker.peer_id}" in line
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == ""
+
+
+def test_key_that_another_process_of_the_swarm_uses(
+    fail: Fail, network: Network, tmp_path: Path, make_contract: SmallContract
+) -> None:
+    """A copied folder: another file, the same key, and so the same peer id twice."""
+    contract = make_contract()
+    bootstrap = network.peer().open()
+    original, copy = tmp_path / "original.key", tmp_path / "copy.key"
+    worker = network.peer(bootstrap.addresses, key_file=original).open()
+    worker.enter(contract)
+    copy.write_bytes(original.read_bytes())
+    copy.chmod(0o600)
+    line = fail(WRONG_SETTINGS, peers=bootstrap.addresses, sets=[f"swarm.identity={copy}", "compute.threads=1"])
+    assert f"swarm.identity {copy}" in line
+    assert "in use by another process" in line
