@@ -78,10 +78,7 @@ class Caller:
 
 
 def _settle(future: Future[Any], answer: bytes) -> None:
-    try:
-        result, error = pickle.loads(answer)
-    except Exception as unreadable:  # an error class that cannot be rebuilt, say
-        result, error = None, SwarmError(f"the network process gave an answer that cannot be read: {unreadable!r}")
+    result, error = pickle.loads(answer)
     if error is None:
         future.set_result(result)
     else:
@@ -114,11 +111,16 @@ async def _answer(connection: Connection, number: int, handler: object, method: 
     try:
         answer = pickle.dumps((await getattr(handler, method)(*args), None))
     except Exception as error:  # whatever it is, the trainer's caller decides what to do about it
-        try:
-            answer = pickle.dumps((None, error))
-        except Exception:
-            answer = pickle.dumps((None, SwarmError(repr(error))))
+        answer = pickle.dumps((None, error if _can_travel(error) else SwarmError(repr(error))))
     try:
         connection.send((number, answer))
     except OSError:
         return  # the trainer is gone: `answer_calls` is about to notice
+
+
+def _can_travel(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # classes say in many ways that they cannot be pickled
+        return False
+    return True

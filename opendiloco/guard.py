@@ -63,6 +63,7 @@ def _remove_orphans(parent: Path) -> None:
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < 60:
                 continue
             if not (folder / "lock").exists():
+                folder.rmdir()  # of a worker killed before its guard took the lock; fails on anybody else's
                 continue
             descriptor = _lock(folder)
             if descriptor is not None:
@@ -107,7 +108,12 @@ def main() -> int:
         signal.signal(number, lambda *_: None)  # only the owner's end ends the guard; not inherited, unlike SIG_IGN
     lock = _lock(runtime_dir)
     inherited = [int(fd) for fd in os.environ.get(FDS_VARIABLE, "").split(",") if fd]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+        return 1
     if not _wait_for_end(os.pidfd_open(child.pid), owner):
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -63,7 +63,11 @@ def simulate(contract: Contract, compute: ComputeConfig, names: Sequence[str], o
             raise
 
     with ThreadPoolExecutor(len(names), thread_name_prefix="simulated worker") as threads:
-        return list(threads.map(work, names))
+        futures = [threads.submit(work, name) for name in names]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # the reason first, not what it did to the others
+    return [future.result() for future in futures]
 
 
 class SimulatedGroup:
