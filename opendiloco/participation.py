@@ -53,6 +53,8 @@ class Participation:
             NonFiniteError: the pseudo-gradient holds a value that is not finite.
             SettingsError: this worker must not go on (see `Presence.check_agreement`).
         """
+        if self._presence.fatal is not None:
+            raise self._presence.fatal
         if request.weight == 0:
             return await self._follow()
         require_finite(self._values)  # before others wait for this worker

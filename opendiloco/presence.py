@@ -188,7 +188,11 @@ class Presence:
         """The heaviest lineage in sight, if it is heavier than that of `position`."""
         records = {peer: record for peer, record in self._membership.view.items() if self._is_like_own(record)}
         best = max(records.values(), key=lambda record: (record.committed_tokens, record.lineage), default=None)
-        if best is None or not is_heavier(best.committed_tokens, best.lineage, position.tokens, position.lineage):
+        if (
+            best is None
+            or best.round == 0
+            or not is_heavier(best.committed_tokens, best.lineage, position.tokens, position.lineage)
+        ):
             return None
         donors = [peer for peer, record in records.items() if record.lineage == best.lineage and not record.client_mode]
         return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
@@ -196,7 +200,7 @@ class Presence:
     def ahead(self) -> str | None:
         """Why this worker cannot take part in the swarm's current round, if so."""
         goal = self.goal(self.position)
-        if goal is None or (goal.position.round == self._own.round == 0):
+        if goal is None:
             return None
         there, here = goal.position, self.position
         return (

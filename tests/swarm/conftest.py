@@ -1,8 +1,7 @@
 """Real peers on loopback, as cheap as a claim allows.
 
 `network` makes peers whose network side runs in a thread of this process: libp2p daemon, DHT node, rendezvous and
-all-reduce are real, only the process boundary to the trainer is missing. `swarms` makes `Swarm` handles, each with
-its network process. `commands` makes `opendiloco` processes.
+all-reduce are real, only the process boundary to the trainer is missing. `commands` makes `opendiloco` processes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from opendiloco.metrics import read_metrics
 from opendiloco.rounds import Position, RoundOutcome, RoundRequest
 from opendiloco.settings import write_toml
 from opendiloco.shared import create_shared_memory, map_vectors
-from opendiloco.swarm import Swarm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # hivemind's own, when it is imported
@@ -58,11 +56,18 @@ POLL_S = 0.02
 ZERO = "0" * 64
 
 
+IGNORED_WARNINGS = (
+    "ignore:path is deprecated:DeprecationWarning",  # hivemind starts its daemon with an old importlib.resources
+    # a peer of this process that ends leaves its streams to the garbage collector, as the end of a process would
+    "ignore:Exception ignored in. <function StreamWriter.__del__:pytest.PytestUnraisableExceptionWarning",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """hivemind warns about its own use of importlib.resources whenever it starts a daemon."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.filterwarnings("ignore:path is deprecated:DeprecationWarning"))
+            for warning in IGNORED_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
 
 
 class WaitUntil(Protocol):
@@ -241,9 +246,18 @@ def network_thread() -> Iterator[asyncio.AbstractEventLoop]:
     thread = threading.Thread(target=loop.run_forever, name="network", daemon=True)
     thread.start()
     yield loop
+    asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result(LIMIT_S)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+async def _cancel_tasks() -> None:
+    """What hivemind leaves to the end of the process."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture
@@ -258,31 +272,6 @@ def module_network(network_thread: asyncio.AbstractEventLoop) -> Iterator[Networ
     network = Network(network_thread)
     yield network
     network.close()
-
-
-# --- Swarm handles ---------------------------------------------------------------------------------------
-
-
-class Swarms(Protocol):
-    def __call__(self, count: int, peers: Sequence[str] = (), **settings: Any) -> list[Swarm]: ...
-
-
-@pytest.fixture
-def swarms(tmp_path: Path) -> Iterator[Swarms]:
-    """Makes `Swarm` handles that are on the DHT, each with a network process; these start at the same time."""
-    made: list[Swarm] = []
-
-    def make(count: int, peers: Sequence[str] = (), **settings: Any) -> list[Swarm]:
-        config = SwarmConfig(peers=tuple(peers), **settings)
-        new = [Swarm(config, tmp_path / f"peer-{len(made) + index}") for index in range(count)]
-        made.extend(new)
-        for swarm in new:
-            swarm.open()
-        return new
-
-    yield make
-    with ThreadPoolExecutor(max(1, len(made))) as threads:
-        list(threads.map(Swarm.close, made))
 
 
 # --- opendiloco processes --------------------------------------------------------------------------------

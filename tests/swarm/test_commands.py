@@ -5,7 +5,9 @@ The commands run in this process: what they start, network process and libp2p da
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,17 +15,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opendiloco.cli import main
-from opendiloco.config import Contract, InnerConfig, ModelConfig
+from opendiloco.config import Contract, InnerConfig, ModelConfig, RunConfig, SwarmConfig
 from opendiloco.flat import FlatLayout
+from opendiloco.identity import Identity
 from opendiloco.model import build_model
 from opendiloco.rounds import Position
 from opendiloco.settings import write_toml
+from opendiloco.swarm import Swarm
 from opendiloco.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from conftest import Network, SmallContract
 
 WRONG_SETTINGS, NO_SWARM = 64, 75
+NOBODY = "12D3KooWPVkYcj4DJaNsg92hMm1yLkBYbwtSipMDBsCuGbFShCXa"
 
 Fail = Callable[..., str]
 
@@ -67,11 +72,6 @@ def test_malformed_address_of_a_peer(fail: Fail) -> None:
     assert "a full address such as /ip4/203.0.113.5/tcp/31337/p2p/" in line
 
 
-def test_address_that_is_well_formed_but_no_address(fail: Fail) -> None:
-    line = fail(WRONG_SETTINGS, peers=["/ip4/1.2.3.4/tcp/1/p2p/12D3Koo"])
-    assert "swarm.peers '/ip4/1.2.3.4/tcp/1/p2p/12D3Koo' is no address: write it as" in line
-
-
 def test_model_folder_that_is_none(fail: Fail, tmp_path: Path) -> None:
     folder = tmp_path / "no-model"
     folder.mkdir()
@@ -106,10 +106,32 @@ def test_taken_port(fail: Fail) -> None:
     assert "choose another port" in line
 
 
-def test_dead_bootstrap_peer(fail: Fail) -> None:
-    address = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWPVkYcj4DJaNsg92hMm1yLkBYbwtSipMDBsCuGbFShCXa"
+def test_bootstrap_peer_that_is_dead(fail: Fail) -> None:
+    address = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     line = fail(NO_SWARM, peers=[address], sets=["swarm.startup_timeout_s=5.0"])
     assert f"swarm.peers {address}: none answered within 5 s" in line
+
+
+def test_bootstrap_peer_that_never_says_a_word(fail: Fail) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/{NOBODY}"
+        started = time.monotonic()
+        line = fail(NO_SWARM, peers=[address], sets=["swarm.startup_timeout_s=3.0"])
+        assert time.monotonic() - started < 60
+    assert f"swarm.peers {address}: none answered within 3 s" in line
+
+
+def test_key_file_of_another_process(fail: Fail, tmp_path: Path) -> None:
+    key_file = tmp_path / "shared.key"
+    holder = Swarm(SwarmConfig(identity=str(key_file)), tmp_path / "holder")
+    try:
+        line = fail(WRONG_SETTINGS, sets=[f"swarm.identity={key_file}"])
+    finally:
+        holder.close()
+    assert f"swarm.identity {key_file} is in use by another process: give each peer " in line
+    os.close(Identity.load_or_create(key_file).claim(wait_s=0.0))  # free again
 
 
 def test_contract_of_ones_own_that_differs(
@@ -162,7 +184,7 @@ def test_key_that_another_process_of_the_swarm_uses(
     fail: Fail, network: Network, tmp_path: Path, make_contract: SmallContract
 ) -> None:
     """A copied folder: another file, the same key, and so the same peer id twice."""
-    contract = make_contract()
+    contract = make_contract().model_copy(update={"run": RunConfig(id="test", rounds=10_000)})
     bootstrap = network.peer().open()
     original, copy = tmp_path / "original.key", tmp_path / "copy.key"
     worker = network.peer(bootstrap.addresses, key_file=original).open()

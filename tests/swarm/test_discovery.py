@@ -116,13 +116,12 @@ def test_address_of_another_machine_is_refused(network: Network) -> None:
         network.peer(host_maddrs=("/ip4/192.0.2.1/tcp/4321",)).open()
 
 
-@pytest.mark.parametrize(("ahead_s", "words"), [(60.0, "behind"), (-60.0, "ahead of")])
-def test_clock_that_is_off_says_by_how_much(network: Network, ahead_s: float, words: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", SKEWED_PEER, str(ahead_s)]
+def test_clock_that_is_off_says_by_how_much(network: Network) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", SKEWED_PEER, "60"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as skewed:
         assert skewed.stdout is not None
         address = skewed.stdout.readline().strip()
-        with pytest.raises(SettingsError, match=rf"is (59|60|61)\.\d s {words} the swarm's") as raised:
+        with pytest.raises(SettingsError, match=r"is (59|60|61)\.\d s behind the swarm's") as raised:
             network.peer([address]).open()
         skewed.communicate("")
     assert "NTP" in str(raised.value)

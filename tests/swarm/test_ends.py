@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,10 +59,13 @@ class Waiting:
     """A run whose workers are done with their first inner phase and wait for one that never comes."""
 
     straggler: Peer
-    contract: Contract
     workers: dict[str, Command]
     port: int
-    """Where the worker `fixed` listens."""
+    """Where the worker that is going to be killed listens."""
+
+    @property
+    def listen(self) -> str:
+        return f'swarm.host_maddrs=["/ip4/127.0.0.1/tcp/{self.port}"]'
 
     def count(self) -> int:
         """Live workers of the round, the straggler included."""
@@ -86,12 +90,11 @@ def waiting(module_network: Network, module_commands: Commands, wait_until: Wait
     layout, position = straggler_position(contract)
     straggler.enter(contract, layout=layout, position=position, size=1)
     port = free_port()
-    listen = f'swarm.host_maddrs=["/ip4/127.0.0.1/tcp/{port}"]'
-    workers = {
-        name: module_commands.worker(straggler.addresses, sets=[listen] if name == "fixed" else [])
-        for name in ("asked", "killed", "severed", "fixed")
-    }
-    run = Waiting(straggler, contract, workers, port)
+    workers: dict[str, Command] = {}
+    run = Waiting(straggler, workers, port)
+    for name in ("asked", "severed", "killed"):
+        sets = [run.listen] if name == "killed" else []
+        workers[name] = module_commands.worker(straggler.addresses, sets=sets)
 
     def all_are_there() -> bool:
         running = [worker.popen.poll() is None for worker in workers.values()]
@@ -113,16 +116,6 @@ def test_worker_that_waits_for_others_leaves_in_order_when_asked(waiting: Waitin
     wait_until(lambda: waiting.count() < before, "others know", limit_s=5.0)  # much sooner than its record expires
 
 
-def test_killed_trainer_leaves_nothing_behind(waiting: Waiting, wait_until: WaitUntil) -> None:
-    worker = waiting.workers["killed"]
-    helpers, folder = worker.below(), folder_of(worker)
-    assert len(helpers) >= 3  # guard, network process, daemon
-    worker.popen.kill()
-    worker.wait()
-    wait_until(lambda: all(map(is_gone, helpers)), "its helpers are gone", limit_s=CLEAN_LIMIT_S)
-    wait_until(lambda: not folder.exists(), "its sockets are gone", limit_s=CLEAN_LIMIT_S)
-
-
 def test_killed_network_process_ends_the_trainer_with_one_line(waiting: Waiting, wait_until: WaitUntil) -> None:
     worker = waiting.workers["severed"]
     helpers, folder = worker.below(), folder_of(worker)
@@ -133,19 +126,24 @@ def test_killed_network_process_ends_the_trainer_with_one_line(waiting: Waiting,
     wait_until(lambda: not folder.exists(), "its sockets are gone", limit_s=CLEAN_LIMIT_S)
 
 
-def test_killed_worker_starts_again_at_once_with_its_key_and_port(
+def test_killed_trainer_leaves_nothing_and_starts_again_at_once_with_its_key_and_port(
     waiting: Waiting, commands: Commands, wait_until: WaitUntil
 ) -> None:
-    worker = waiting.workers["fixed"]
+    worker = waiting.workers["killed"]
+    helpers, folder = worker.below(), folder_of(worker)
+    assert len(helpers) >= 3  # guard, network process, daemon
     (joined,) = worker.events("join")
     worker.popen.kill()
-    listen = f'swarm.host_maddrs=["/ip4/127.0.0.1/tcp/{waiting.port}"]'
+    killed = time.monotonic()
     addresses = worker.folder / "addresses.txt"
     again = commands.start(
         *("train", "--peers", *waiting.straggler.addresses, "--address-file", str(addresses)),
-        *("--set", listen, "--set", "compute.threads=1"),
+        *("--set", waiting.listen, "--set", "compute.threads=1"),
         folder=worker.folder,
     )
+    wait_until(lambda: all(map(is_gone, helpers)), "its helpers are gone", limit_s=CLEAN_LIMIT_S)
+    wait_until(lambda: not folder.exists(), "its sockets are gone", limit_s=CLEAN_LIMIT_S)
+    assert time.monotonic() - killed < CLEAN_LIMIT_S
     wait_until(lambda: len(again.events("join")) == 2 or again.popen.poll() is not None, "it has joined again")
     assert again.popen.poll() is None, again.errors
     assert again.events("join")[1]["peer"] == joined["peer"]
@@ -185,7 +183,7 @@ def test_worker_that_cannot_reach_anybody_yet_leaves_when_asked(commands: Comman
         worker = commands.worker([f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/{nobody}"])
         listener.settimeout(60)
         connection, _ = listener.accept()  # its daemon has begun to dial
-        worker.popen.send_signal(signal.SIGINT)
-        assert worker.wait(LEAVE_LIMIT_S) == 0, worker.errors
-        connection.close()
+        with connection:
+            worker.popen.send_signal(signal.SIGINT)
+            assert worker.wait(LEAVE_LIMIT_S) == 0, worker.errors
     assert "Traceback" not in worker.errors

@@ -94,6 +94,12 @@ def test_every_round_is_committed_by_all_with_identical_replicas(run: Run) -> No
     assert len({event["lineage"] for event in rounds[0]}) == ROUNDS
 
 
+def test_rendezvous_takes_less_than_a_second(run: Run) -> None:
+    """The median: the machine may be busy, but a fixed waiting time would be in all rounds."""
+    for events in run.events("round"):
+        assert statistics.median(event["rendezvous_s"] for event in events) < 1.0
+
+
 def test_workers_read_different_text(run: Run) -> None:
     for events in zip(*run.events("round"), strict=True):
         assert len({event["loss"] for event in events}) == WORKERS
@@ -159,7 +165,6 @@ def test_round_lines_add_up(run: Run) -> None:
             assert event["loss"] == pytest.approx(statistics.fmean(losses[first : first + STEPS]))
             assert (event["inner_steps"], event["tokens"], event["swarm_tokens"]) == (STEPS, TOKENS, WORKERS * TOKENS)
             assert event["codec"] == "none"
-            assert event["rendezvous_s"] < 10
             assert event["pseudo_gradient_norm"] > 0
             assert event["outer_gradient_norm"] > 0
     totals = [

@@ -107,9 +107,10 @@ class Rogue:
         return self._network.run(write())
 
 
-@pytest.fixture
-def workers(network: Network) -> list[Peer]:
-    return network.workers(3, failure_timeout_s=2.0, deadline=600.0)
+@pytest.fixture(scope="module")
+def workers(module_network: Network) -> list[Peer]:
+    """They see all that is below, one after the other."""
+    return module_network.workers(3, size=10_000, failure_timeout_s=2.0, deadline=600.0)
 
 
 @pytest.fixture
