@@ -102,9 +102,13 @@ class DiLoCo(torch.optim.Optimizer):
             self._move_to(start[0])
             scatter(self.outer.theta, self._parameters)
         self._begin_round()
-        swarm.enter(contract, layout.digest, self._position())
-        self.recovery = self._catch_up()
-        self.workers = self._wait(swarm.wait_for_start())
+        try:
+            swarm.enter(contract, layout.digest, self._position())
+            self.recovery = self._catch_up()
+            self.workers = self._wait(swarm.wait_for_start())
+        except BaseException:
+            self.finish()
+            raise
 
     @property
     def round(self) -> int:
