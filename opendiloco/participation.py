@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from opendiloco.allreduce import Attempt, Group
-from opendiloco.codec import require_finite
+from opendiloco.codec import NonFiniteError, require_finite
 from opendiloco.donor import Donor
 from opendiloco.groups import Groups
 from opendiloco.outer import next_lineage
@@ -57,7 +57,10 @@ class Participation:
             raise self._presence.fatal
         if request.weight == 0:
             return await self._follow()
-        require_finite(self._values)  # before others wait for this worker
+        try:
+            require_finite(self._values)  # before others wait for this worker
+        except NonFiniteError:
+            raise NonFiniteError("the pseudo-gradient is not finite: this worker does not contribute to it") from None
         self._presence.arrive()
         started = time.monotonic()
         assembly = await self._gather(request)

@@ -234,7 +234,7 @@ class Presence:
         missing = [
             f"{peer} ({record.steps} inner steps done, expected in {max(0.0, record.expected_finish - now):.0f} s)"
             for peer, record in records.items()
-            if record.state != "averaging"
+            if (record.state, record.lineage) != ("averaging", self._own.lineage)
         ]
         there = f"{len(candidates) - len(missing)} of {len(candidates)} workers are there"
         return f"{there}, missing: {', '.join(missing)}" if missing else there
