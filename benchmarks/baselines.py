@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import tempfile
@@ -125,10 +124,12 @@ class OpenDiLoCoPeer(Peer):
             rounds=RoundsConfig(start_peers=self.place.workers, deadline=PATIENCE_S, failure_timeout_s=PATIENCE_S),
             outer=OuterConfig.model_validate({"codec": self.place.system.codec}),
         )
-        vectors = self._swarm.allocate({"pseudo_gradient": self.place.values, "average": self.place.values})
+        names = ("theta", "momentum", "second_moment", "pseudo_gradient", "average")
+        vectors = self._swarm.allocate(dict.fromkeys(names, self.place.values))
         self._average = vectors["average"]
         self._position = Position(0, NO_HASH, NO_HASH)
         self._swarm.enter(contract, NO_HASH, self._position)
+        self._swarm.wait_for_start().result(CALL_LIMIT_S)
         return vectors["pseudo_gradient"]
 
     def run(self) -> Timing:
@@ -136,9 +137,10 @@ class OpenDiLoCoPeer(Peer):
 
         outcome = self._swarm.average(RoundRequest(weight=1.0, tokens=1)).result(CALL_LIMIT_S)
         ended = time.monotonic()
-        whole = outcome.verdict == "commit" and len(outcome.weights) == self.place.workers
-        problem = "" if whole else f"{outcome.verdict} of {len(outcome.weights)} peers ({outcome.reason})"
-        return Timing(ended - outcome.allreduce_s, ended, outcome.sent_bytes, problem)
+        self._lineage, self._tokens = outcome.lineage, sum(outcome.tokens.values())
+        if outcome.verdict != "commit" or len(outcome.weights) != self.place.workers:
+            raise RuntimeError(f"{outcome.verdict} of {len(outcome.weights)} peers: {outcome.reason}")
+        return Timing(ended - outcome.allreduce_s, ended, outcome.sent_bytes)
 
     def average(self) -> Tensor:
         return self._average
@@ -146,8 +148,8 @@ class OpenDiLoCoPeer(Peer):
     def finish(self) -> None:
         from opendiloco.rounds import Position
 
-        lineage = hashlib.sha256(self._position.lineage.encode()).hexdigest()
-        self._position = Position(self._position.round + 1, lineage, NO_HASH)
+        before = self._position
+        self._position = Position(before.round + 1, self._lineage, "", before.tokens + self._tokens)
         self._swarm.committed(self._position)
 
     def close(self) -> None:
@@ -185,7 +187,7 @@ class HivemindPeer(Peer):
     def run(self) -> Timing:
         from hivemind.averaging.control import AveragingStage
 
-        step = self._averager.step(wait=False, timeout=CALL_LIMIT_S / 2)
+        step = self._averager.step(wait=False, timeout=CALL_LIMIT_S)
         while step.stage in (AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP, AveragingStage.AWAITING_TRIGGER):
             time.sleep(STAGE_POLL_S)
         gathered = time.monotonic()

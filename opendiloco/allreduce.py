@@ -12,15 +12,18 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import blake3
 import torch
 from torch import Tensor
 
-from opendiloco.codec import Codec, CodecError
-from opendiloco.reducer import KEEPALIVE_S, Reducer
+from opendiloco.codec import Codec, CodecError, require_finite
+from opendiloco.reducer import Reducer
 from opendiloco.rounds import Part, Verdict, plan_parts, verdict
 from opendiloco.wire import FrameKind, Stream, WireError
+
+LINGER_S = 1.0
 
 Connect = Callable[[str], Awaitable[Stream]]
 
@@ -62,6 +65,10 @@ class Attempt:
     """Tokens that every peer in the average trained on."""
     digest: str
     """BLAKE3 of the averaged bytes, parts in the order of the vector."""
+    parts: list[int]
+    """Values in each part."""
+    payload: list[memoryview]
+    """The averaged bytes as they travelled, part by part; empty unless the verdict is commit."""
     failures: dict[str, str]
     """Peers that dropped out, and how this peer noticed."""
     sent_bytes: int
@@ -94,24 +101,34 @@ class AllReduce:
         self._plan = plan_parts(values.numel(), shares, alignment=codec.alignment)
         self._mask_bytes = (len(group.members) + 7) // 8
         weights = [member.weight for member in group.members]
-        self._reducer = Reducer(self._plan[self._me], weights, self._me, codec=codec, accept=self._accept)
+        self._reducer = Reducer(
+            self._plan[self._me], weights, self._me, codec=codec, accept=self._accept, silence_s=silence_s
+        )
         self._results: dict[Part, tuple[memoryview, bytes]] = {}
         self._failures: dict[int, str] = {}
+        self._is_over = False
         self._streams: list[Stream] = []
         self._rates: list[float] = []
 
     async def run(self) -> Attempt:
-        """Send this member's values and collect all averages; members that fail end up in `Attempt.failures`."""
-        reducers = [index for index in range(len(self.group.members)) if index != self._me and self._plan[index]]
+        """Send this member's values and collect all averages; members that fail end up in `Attempt.failures`.
+
+        Raises:
+            NonFiniteError: this member's own values are not finite.
+        """
+        require_finite(self._values)
+        waiting = {index for index in range(len(self.group.members)) if index != self._me and self._plan[index]}
         try:
             async with asyncio.timeout(self._limit_s), asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._reducer.run(self._values, silence_s=self._silence_s))
-                for index in reducers:
-                    tasks.create_task(self._exchange(index))
+                tasks.create_task(self._reducer.run(self._values))
+                for index in tuple(waiting):
+                    tasks.create_task(self._exchange(index)).add_done_callback(partial(_strike_off, waiting, index))
+            await self._reducer.wait_until_served(LINGER_S)  # for the count of bytes
         except TimeoutError:
-            for index in reducers:
-                self._failures.setdefault(index, f"not done after {self._limit_s:.0f} s")
-        await self._reducer.wait_until_served(KEEPALIVE_S)  # for the count of bytes
+            for index in waiting:
+                self._failures.setdefault(index, f"not done after {self._limit_s:g} s")
+        finally:
+            self._is_over = True
         return self._conclude()
 
     async def serve(self, peer: str, stream: Stream) -> None:
@@ -156,7 +173,9 @@ class AllReduce:
                 return memoryview(payload)[:size], bytes(payload[size:])
 
     def _accept(self, part: Part, encoded: memoryview, mask: bytes) -> None:
-        """Decode an averaged part; every member decodes the same bytes."""
+        """Decode an averaged part; every member decodes the same bytes. Too late, it is nobody's any more."""
+        if self._is_over:
+            return
         data = torch.frombuffer(encoded, dtype=torch.uint8)
         self._codec.decode(data, self._average[part.start : part.stop])
         self._results[part] = encoded, mask
@@ -178,6 +197,8 @@ class AllReduce:
             weights={member.peer: member.weight for member in participants},
             tokens={member.peer: member.tokens for member in participants},
             digest=digest.hexdigest(),
+            parts=[part.size for part in parts],
+            payload=[self._results[part][0] for part in parts] if decision == "commit" else [],
             failures={self.group.members[index].peer: reason for index, reason in failures.items()},
             sent_bytes=sum(stream.sent_bytes for stream in self._streams),
             received_bytes=sum(stream.received_bytes for stream in self._streams),
@@ -187,3 +208,8 @@ class AllReduce:
     def _contributors(self, mask: bytes) -> frozenset[str]:
         bits = int.from_bytes(mask, "little")
         return frozenset(peer for index, peer in enumerate(self.group.peers) if bits >> index & 1)
+
+
+def _strike_off(waiting: set[int], index: int, exchange: asyncio.Task[None]) -> None:
+    if not exchange.cancelled():
+        waiting.discard(index)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import pickle
 import threading
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -63,19 +64,25 @@ class Caller:
     def _read(self) -> None:
         while True:
             try:
-                number, result, error = self._connection.recv()
+                number, answer = self._connection.recv()
             except (EOFError, OSError):
                 break
-            future = self._pending.pop(number)
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # the caller may have cancelled it
+                _settle(self._pending.pop(number), answer)
         with self._lock:
             self._ended = True
             abandoned, self._pending = list(self._pending.values()), {}
         for future in abandoned:
-            future.set_exception(SwarmError(self._explain_end()))
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(SwarmError(self._explain_end()))
+
+
+def _settle(future: Future[Any], answer: bytes) -> None:
+    result, error = pickle.loads(answer)
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 async def answer_calls(connection: Connection, handler: object) -> None:
@@ -93,20 +100,27 @@ async def answer_calls(connection: Connection, handler: object) -> None:
         if message is None:
             break
         number, method, args = message
-        task = loop.create_task(_answer(connection, number, getattr(handler, method)(*args)))
+        task = loop.create_task(_answer(connection, number, handler, method, args))
         calls.add(task)
         task.add_done_callback(calls.discard)
     for task in calls:
         task.cancel()
 
 
-async def _answer(connection: Connection, number: int, call: Awaitable[Any]) -> None:
-    reply: tuple[int, Any, Exception | None]
+async def _answer(connection: Connection, number: int, handler: object, method: str, args: tuple[Any, ...]) -> None:
     try:
-        reply = (number, await call, None)
+        answer = pickle.dumps((await getattr(handler, method)(*args), None))
     except Exception as error:  # whatever it is, the trainer's caller decides what to do about it
-        reply = (number, None, error)
+        answer = pickle.dumps((None, error if _can_travel(error) else SwarmError(repr(error))))
     try:
-        connection.send(reply)
+        connection.send((number, answer))
     except OSError:
         return  # the trainer is gone: `answer_calls` is about to notice
+
+
+def _can_travel(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # classes say in many ways that they cannot be pickled
+        return False
+    return True

@@ -118,13 +118,13 @@ class NoneCodec(Codec):
 
     def _encode(self, values: Tensor, out: Tensor) -> None:
         for chunk in _chunks(values.numel()):
-            _require_finite(values[chunk], "encode")
+            require_finite(values[chunk], "encode")
             _bytes_of(out, chunk, 4).copy_(values[chunk].view(torch.uint8))
 
     def _decode(self, data: Tensor, out: Tensor) -> None:
         for chunk in _chunks(out.numel()):
             out[chunk].view(torch.uint8).copy_(_bytes_of(data, chunk, 4))
-            _require_finite(out[chunk], "decode")
+            require_finite(out[chunk], "decode")
 
 
 class Fp16Codec(Codec):
@@ -145,7 +145,7 @@ class Fp16Codec(Codec):
         halves = torch.empty_like(clamped, dtype=torch.float16)
         for chunk in _chunks(values.numel()):
             size = chunk.stop - chunk.start
-            _require_finite(values[chunk], "encode")
+            require_finite(values[chunk], "encode")
             torch.clamp(values[chunk], -_FP16_MAX, _FP16_MAX, out=clamped[:size])
             halves[:size].copy_(clamped[:size])
             _bytes_of(out, chunk, 2).copy_(halves[:size].view(torch.uint8))
@@ -156,7 +156,7 @@ class Fp16Codec(Codec):
             size = chunk.stop - chunk.start
             halves[:size].view(torch.uint8).copy_(_bytes_of(data, chunk, 2))
             out[chunk].copy_(halves[:size])
-            _require_finite(out[chunk], "decode")
+            require_finite(out[chunk], "decode")
 
 
 class Int8Codec(Codec):
@@ -189,7 +189,7 @@ class Int8Codec(Codec):
             scale.div_(_INT8_MAX).clamp_(min=_MIN_SCALE)
             torch.mul(source, scale.reciprocal(), out=work.view(shape))
             quantized[chunk].copy_(work.round_())
-        _require_finite(scales, "encode")
+        require_finite(scales, "encode")
         scales.clamp_(max=_MAX_SCALE)
         out[: scales.nbytes].copy_(scales.view(-1).view(torch.uint8))
 
@@ -199,7 +199,7 @@ class Int8Codec(Codec):
         scales = torch.empty(_block_count(out.numel()), 1, dtype=torch.float32)
         scales.view(-1).view(torch.uint8).copy_(data[: scales.nbytes])
         quantized = data[scales.nbytes :].view(torch.int8)
-        _require_finite(scales, "decode")
+        require_finite(scales, "decode")
         low, high = (float(bound) for bound in scales.aminmax())
         if low < _MIN_SCALE or high > _MAX_SCALE:
             raise CodecError(
@@ -280,7 +280,10 @@ def _require(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
         )
 
 
-def _require_finite(values: Tensor, action: str) -> None:
+def require_finite(values: Tensor, action: str = "average") -> None:
+    """Raise NonFiniteError if a value is NaN or infinite; one pass."""
+    if not values.numel():
+        return
     low, high = (float(bound) for bound in values.aminmax())  # aminmax hands NaN on, and NaN fails `<`
     if not (-torch.inf < low and high < torch.inf):
         raise NonFiniteError(f"cannot {action} NaN or infinity: a replica diverged or its bytes are damaged")

@@ -136,6 +136,8 @@ class RoundsConfig(Section):
     """Seconds after the first arrival at which a round starts without stragglers, or adaptive."""
     failure_timeout_s: Seconds = 5.0
     """A peer that sends nothing for so long in an all-reduce counts as dropped."""
+    max_staleness: Annotated[int, Field(ge=0), Unit("rounds")] = 1
+    """A worker that missed at most so many rounds keeps its finished inner phase, on top of the new parameters."""
     max_retries: Annotated[int, Field(ge=0), Unit("times")] = 5
     """Times a failed round is tried again before the worker gives up with exit code 75."""
 
@@ -214,6 +216,8 @@ class SwarmConfig(Section):
     """Seconds between progress records."""
     expiry_s: Seconds = 12.0
     """Seconds after which a peer that renews no record counts as gone; at least twice heartbeat_s."""
+    log_rounds: Annotated[int, Field(ge=1), Unit("rounds")] = 16
+    """Committed rounds kept on disk (about 1 byte per parameter each with int8) for peers that missed them."""
 
     @model_validator(mode="after")
     def _records_outlive_a_lost_heartbeat(self) -> Self:

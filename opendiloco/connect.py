@@ -20,6 +20,7 @@ from opendiloco.config import SwarmConfig
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.identity import Identity
 from opendiloco.membership import SignedRecords
+from opendiloco.wire import Stream, WireError
 
 PORT_WAIT_S = 5.0  # for the port of a predecessor that is just going
 MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
@@ -103,6 +104,20 @@ class Host:
             f"swarm.peers {named}: none answered within {limit_s:g} s: check that one of them runs and can be "
             f"reached from here, or name another peer of the run"
         )
+
+
+async def open_stream(p2p: P2P, peer: str, name: str, *, silence_s: float) -> Stream:
+    """A stream to the handler `name` of another peer.
+
+    Raises:
+        WireError: the peer cannot be reached within `silence_s` seconds.
+    """
+    try:
+        async with asyncio.timeout(silence_s):
+            _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(peer), name)
+    except (*TRANSPORT_ERRORS, ValueError) as error:
+        raise WireError(f"cannot be reached ({error or type(error).__name__})") from None
+    return Stream(reader, writer, timeout_s=silence_s)
 
 
 def _parse_address(setting: str, address: str, *, needs_peer: bool) -> Multiaddr:

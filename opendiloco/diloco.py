@@ -6,60 +6,34 @@ theta_t - theta_i is averaged with the other workers, the outer step moves theta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from opendiloco.averager import Averager
 from opendiloco.config import Contract, OuterConfig
-from opendiloco.errors import SwarmError
+from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
-from opendiloco.outer import OuterState, genesis_lineage, next_lineage, outer_step, params_hash
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.leave import Leave
+from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
 POLL_S = 0.2  # how soon a wait for the swarm notices a request to leave
 PATIENCE_S = 15.0  # between two lines that say whom a round waits for
 
+LEAVE_LIMIT_S = 7.0  # for an all-reduce that had begun when the user asked to leave
+
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
-
-
-class Leave(Exception):
-    """The user asked this worker to leave; raised where the worker waits or is between two steps."""
-
-
-class Averager(Protocol):
-    """The swarm as the optimizer needs it: `swarm.Swarm`, or workers of one process (`simulate`)."""
-
-    @property
-    def peer_id(self) -> str:
-        """This worker's name in the lists of participants."""
-
-    def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """fp32 vectors (host memory, zeros) that both sides see."""
-
-    def enter(self, contract: Contract, layout: str, position: Position) -> int:
-        """Take part in the run from `position` on; returns the number of workers that are there."""
-
-    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
-        """How far this worker's inner phase is."""
-
-    def average(self, request: RoundRequest) -> Future[RoundOutcome]:
-        """One attempt to average `pseudo_gradient` into `average`."""
-
-    def awaited(self) -> str:
-        """Whom a running `average` waits for, in words."""
-
-    def committed(self, position: Position) -> None:
-        """The outer step of a round is done; its hash follows."""
-
-    def set_params_hash(self, round: int, params_hash: str) -> None:
-        """The hash of the state after `round`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +62,8 @@ class DiLoCo(torch.optim.Optimizer):
 
     Args:
         inner: any optimizer over the trainable parameters of `model`.
+        start: where to begin instead of round 0 with the model's parameters: a position and its theta, momentum and
+            (outer adam) second_moment, from a checkpoint.
         on_round: called with every attempt at a round, from within `step`.
         leaving: whether the user wants to leave; asked while waiting for the swarm.
 
@@ -102,6 +78,7 @@ class DiLoCo(torch.optim.Optimizer):
         swarm: Averager,
         contract: Contract,
         *,
+        start: tuple[Position, Mapping[str, Tensor]] | None = None,
         on_round: Callable[[RoundReport], None] = lambda report: None,
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -113,12 +90,25 @@ class DiLoCo(torch.optim.Optimizer):
         layout = FlatLayout.of(model)
         self._vectors = swarm.allocate(_vector_sizes(layout.numel, contract.outer))
         gather(self._parameters, self._vectors["theta"])
+        for name, values in start[1].items() if start is not None else ():
+            self._vectors[name].copy_(values)
         self.outer = OuterState(self._vectors["theta"], self._vectors["momentum"], self._vectors["second_moment"])
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="params hash")
         self._hash = self._hasher.submit(params_hash, self.outer)
         self.outer.lineage = genesis_lineage(contract.digest, self.params_hash)
-        self.workers = swarm.enter(contract, layout.digest, self._position())
+        self.tokens = 0
+        """Tokens that all participants trained on in the rounds of this lineage."""
+        if start is not None:
+            self._move_to(start[0])
+            scatter(self.outer.theta, self._parameters)
         self._begin_round()
+        try:
+            swarm.enter(contract, layout.digest, self._position())
+            self.recovery = self._catch_up()
+            self.workers = self._wait(swarm.wait_for_start())
+        except BaseException:
+            self.finish()
+            raise
 
     @property
     def round(self) -> int:
@@ -132,20 +122,25 @@ class DiLoCo(torch.optim.Optimizer):
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps done in the current round."""
+        """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
         return self._inner_steps
+
+    @property
+    def steps_done(self) -> int:
+        """Inner steps this worker has really done in the current round."""
+        return self._inner_steps - self._begun_at
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One inner step; the last one of a round also ends the round with the swarm.
 
         Raises:
-            SwarmError: the round failed more often than the contract allows, or this worker was left behind.
+            SwarmError: the round failed more often than the contract allows, or the swarm could not be caught up with.
             NonFiniteError: the pseudo-gradient holds a value that is not finite.
             Leave: the user asked to leave while this worker waited for the swarm.
         """
         loss = self.inner.step(closure)
         self._inner_steps += 1
-        if self._inner_steps == self._contract.inner.steps:
+        if self._inner_steps >= self._contract.inner.steps:
             self._end_round()
         return loss
 
@@ -172,8 +167,9 @@ class DiLoCo(torch.optim.Optimizer):
 
     # --- the round ---------------------------------------------------------------------------------------
 
-    def _begin_round(self) -> None:
-        self._inner_steps = self._tokens = 0
+    def _begin_round(self, *, at: int = 0) -> None:
+        self._inner_steps = self._begun_at = at
+        self._tokens = 0
         self._phase_started = time.monotonic()
 
     def _end_round(self) -> None:
@@ -181,21 +177,51 @@ class DiLoCo(torch.optim.Optimizer):
         gradient = self._vectors["pseudo_gradient"]
         write_pseudo_gradient(self.outer.theta, self._parameters, gradient)
         norm = float(torch.linalg.vector_norm(gradient))
-        request = RoundRequest(weight=self._weight(), tokens=self._tokens)
         for _ in range(self._contract.rounds.max_retries + 1):
-            outcome = self._wait(self._swarm.average(request))
+            outcome = self._average()
             if outcome.verdict == "commit":
                 self._commit(outcome, inner_s=inner_s, pseudo_gradient_norm=norm)
                 return
             self._on_round(self._report(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
             if outcome.verdict == "resync":
-                raise SwarmError(
-                    f"round {self.round + 1} went on without this worker ({outcome.reason}): start it again"
-                )
+                self._catch_up(late_work=gradient)
+                return
+            self._begun_at = 0 if outcome.verdict == "skip" else self._begun_at  # nobody left to follow
         raise SwarmError(
             f"round {self.round + 1} failed {self._contract.rounds.max_retries + 1} times "
             f"({outcome.reason or 'participants differed between parts'}): start this worker again"
         )
+
+    def _average(self) -> RoundOutcome:
+        """One attempt. A request to leave withdraws from it while that can be done without harm to the others."""
+        future = self._swarm.average(RoundRequest(weight=self._weight(), tokens=self._tokens))
+        try:
+            return self._wait(future)
+        except Leave:
+            self._swarm.withdraw()
+            with contextlib.suppress(NotDone, SwarmError):
+                if (outcome := future.result(LEAVE_LIMIT_S)).verdict == "commit":
+                    return outcome
+            raise
+
+    def _catch_up(self, late_work: Tensor | None = None) -> Recovery:
+        """Go where the swarm is. Finished work that came too late goes on top of the new outer parameters."""
+        before, whole_phase = self.round, self._begun_at == 0
+        self._hash.result()  # of the state that may be about to change
+        recovery = self._wait(self._swarm.catch_up())
+        position = recovery.position
+        if position.lineage == self.outer.lineage:
+            return recovery
+        self._move_to(position)
+        self._hash = self._hasher.submit(self._hash_and_announce, position.round)
+        if late_work is not None and whole_phase and position.round - before <= self._contract.rounds.max_staleness:
+            late = torch.sub(self.outer.theta, late_work, out=self._vectors["average"])
+            scatter(late, self._parameters)
+        else:
+            scatter(self.outer.theta, self._parameters)
+        self._begin_round(at=recovery.inner_step)
+        self._swarm.begin_phase(following=self._is_following())
+        return recovery
 
     def _commit(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> None:
         """The outer step, on bytes that are the same at every participant."""
@@ -203,11 +229,10 @@ class DiLoCo(torch.optim.Optimizer):
         started = time.monotonic()
         average = self._vectors["average"]
         outer_step(self.outer, average, self._contract.outer)
-        self.outer.lineage = next_lineage(
-            self.outer.lineage, round=self.outer.round, weights=outcome.weights, average_digest=outcome.digest
-        )
+        self.outer.lineage = outcome.lineage
+        self.tokens += sum(outcome.tokens.values())
         scatter(self.outer.theta, self._parameters)
-        self._swarm.committed(Position(self.outer.round, self.outer.lineage, ""))
+        self._swarm.committed(Position(self.outer.round, self.outer.lineage, "", self.tokens))
         outer_s = time.monotonic() - started
         self._hash = self._hasher.submit(self._hash_and_announce, self.outer.round)
         self._on_round(
@@ -242,7 +267,7 @@ class DiLoCo(torch.optim.Optimizer):
             outcome=outcome,
             lineage=self.outer.lineage,
             params_hash=self._hash if committed else None,
-            inner_steps=self._inner_steps,
+            inner_steps=self.steps_done,
             tokens=self._tokens,
             inner_s=inner_s,
             outer_s=outer_s,
@@ -250,7 +275,7 @@ class DiLoCo(torch.optim.Optimizer):
             outer_gradient_norm=outer_gradient_norm,
         )
 
-    def _wait(self, future: Future[RoundOutcome]) -> RoundOutcome:
+    def _wait(self, future: Future[T]) -> T:
         patience = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -262,11 +287,25 @@ class DiLoCo(torch.optim.Optimizer):
                 logger.warning("round %d waits: %s", self.round + 1, self._swarm.awaited())
                 patience = time.monotonic() + PATIENCE_S
 
+    def _move_to(self, position: Position) -> None:
+        self.outer.round, self.outer.lineage, self.tokens = position.round, position.lineage, position.tokens
+
     def _weight(self) -> float:
-        return float(self._tokens) if self._contract.outer.weighting == "tokens" else 1.0
+        """Tokens, or one; a worker that came in the middle of the phase has no vote where all votes are equal."""
+        if self._contract.outer.weighting == "tokens":
+            if self._tokens == 0:
+                raise SettingsError(
+                    "outer.weighting is tokens and no tokens were counted in this round: call count_tokens before "
+                    "each step, or set outer.weighting to uniform"
+                )
+            return float(self._tokens)
+        return 0.0 if self._is_following() else 1.0
+
+    def _is_following(self) -> bool:
+        return self._begun_at > 0 and self._contract.outer.weighting == "uniform"
 
     def _position(self) -> Position:
-        return Position(self.outer.round, self.outer.lineage, self.params_hash)
+        return Position(self.outer.round, self.outer.lineage, self.params_hash, self.tokens)
 
 
 def _vector_sizes(numel: int, config: OuterConfig) -> dict[str, int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from torch import Tensor
 
 from opendiloco.allreduce import AllReduce, Attempt, Group
 from opendiloco.codec import Codec
-from opendiloco.connect import TRANSPORT_ERRORS
+from opendiloco.connect import open_stream
 from opendiloco.wire import FrameKind, Stream, WireError
 
 STREAM_NAME = "opendiloco.reduce"
@@ -63,12 +63,7 @@ class Groups:
         return attempt
 
     async def _connect(self, peer: str) -> Stream:
-        try:
-            async with asyncio.timeout(self._silence_s):
-                _, reader, writer = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), STREAM_NAME)
-        except TRANSPORT_ERRORS as error:
-            raise WireError(f"cannot be reached ({error or type(error).__name__})") from None
-        return Stream(reader, writer, timeout_s=self._silence_s)
+        return await open_stream(self._p2p, peer, STREAM_NAME, silence_s=self._silence_s)
 
     async def _serve(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Another member's stream: it names its group first, which this peer may be about to hear of itself."""

@@ -63,6 +63,7 @@ def _remove_orphans(parent: Path) -> None:
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < 60:
                 continue
             if not (folder / "lock").exists():
+                folder.rmdir()  # of a worker killed before its guard took the lock; fails on anybody else's
                 continue
             descriptor = _lock(folder)
             if descriptor is not None:
@@ -86,29 +87,34 @@ def _kill_descendants() -> None:
                 os.waitpid(pid, 0)
 
 
-def _wait_for_end(child: subprocess.Popen[bytes]) -> bool:
-    """Wait until the child ends (True) or the trainer's end of standard input closes (False)."""
-    ended = os.pidfd_open(child.pid)
-    try:
-        while True:
-            readable, _, _ = select.select([0, ended], [], [])
-            if ended in readable:
-                return True
-            if not os.read(0, 4096):
-                return False
-    finally:
-        os.close(ended)
+def _wait_for_end(child: int, owner: int) -> bool:
+    """Wait until the child ends (True), or the owner ends or closes its end of standard input (False).
+
+    Args: pidfds. The owner's is watched too, because processes it forks keep its end of the pipe open.
+    """
+    while True:
+        readable, _, _ = select.select([0, child, owner], [], [])
+        if child in readable:
+            return True
+        if owner in readable or not os.read(0, 4096):
+            return False
 
 
 def main() -> int:
     runtime_dir, command = Path(sys.argv[1]), sys.argv[2:]
+    owner = os.pidfd_open(os.getppid())
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # only the trainer's end ends the guard
+        signal.signal(number, lambda *_: None)  # only the owner's end ends the guard; not inherited, unlike SIG_IGN
     lock = _lock(runtime_dir)
     inherited = [int(fd) for fd in os.environ.get(FDS_VARIABLE, "").split(",") if fd]
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
-    if not _wait_for_end(child):
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+        return 1
+    if not _wait_for_end(os.pidfd_open(child.pid), owner):
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_S)

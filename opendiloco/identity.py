@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import base58
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
 
@@ -93,7 +93,7 @@ def verify(public_key: bytes, message: bytes, signature: bytes) -> bool:
             key.verify(signature, message)
         else:
             key.verify(signature, message, padding.PKCS1v15(), hashes.SHA256())
-    except (ValueError, InvalidSignature):
+    except (ValueError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True
 
@@ -142,7 +142,7 @@ def _decode_private_key(data: bytes, path: Path) -> PrivateKey:
             key = serialization.load_der_private_key(body, password=None)
             if isinstance(key, rsa.RSAPrivateKey):
                 return key
-    except ValueError:
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: encrypted
         pass
     raise SettingsError(f"swarm.identity {path} is not an Ed25519 or RSA key of libp2p: name another file")
 

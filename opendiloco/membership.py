@@ -8,13 +8,13 @@ owner: it is checked for type and size here, and nothing is allocated from it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgpack
 from hivemind.dht import DHTNode
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import MSGPackSerializer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opendiloco.config import Contract, contract_from_wire, contract_to_wire
@@ -48,7 +48,10 @@ class Progress(BaseModel):
     params_hash: HexDigest
     hashed_round: Annotated[int, Field(ge=0, le=2**40)]
     """The round that `params_hash` belongs to: hashing lags behind committing."""
-    state: Literal["training", "averaging", "left"]
+    committed_tokens: Annotated[int, Field(ge=0, le=2**60)]
+    """Tokens trained on by all participants in the rounds of the lineage."""
+    state: Literal["training", "averaging", "following", "left"]
+    """following: came in the middle of an inner phase, and takes part from the next round on."""
     steps: Annotated[int, Field(ge=0, le=2**40)]
     """Inner steps done in this round."""
     tokens_per_s: Annotated[float, Field(ge=0, le=1e12)]
@@ -69,19 +72,31 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether the record is by the peer its subkey ends with, and of a decent size and lifetime."""
-        if len(record.value) > MAX_RECORD_BYTES or record.expiration_time > time.time() + MAX_LIFETIME_S:
+        if len(record.value) > MAX_RECORD_BYTES or not record.expiration_time <= time.time() + MAX_LIFETIME_S:
             return False
         try:
-            owner = str(msgpack.unpackb(record.subkey)).rsplit("/", 1)[-1]
-            value, public_key, signature = msgpack.unpackb(record.value)
-            claimed = DHTRecord(record.key, record.subkey, bytes(value), record.expiration_time)
-            return peer_id_of(public_key) == owner and verify(public_key, _signed_bytes(claimed), signature)
-        except (ValueError, TypeError, msgpack.UnpackException):
+            owner = msgpack.unpackb(record.subkey).rsplit("/", 1)[-1]
+            value, public_key, signature = _open_envelope(record.value)
+            claimed = DHTRecord(record.key, record.subkey, value, record.expiration_time)
+            if peer_id_of(public_key) != owner or not verify(public_key, _signed_bytes(claimed), signature):
+                return False
+            MSGPackSerializer.loads(value)  # one that cannot be read would spoil everybody's look-up
+        except Exception:  # whatever a stranger's bytes make the parsers raise
             return False
+        return True
 
     def strip_value(self, record: DHTRecord) -> bytes:
         """The value inside the envelope."""
-        return bytes(msgpack.unpackb(record.value)[0])
+        return _open_envelope(record.value)[0]
+
+
+def _open_envelope(data: bytes) -> tuple[bytes, bytes, bytes]:
+    """Value, public key and signature; raises ValueError for anything else."""
+    envelope = msgpack.unpackb(data)
+    if not (isinstance(envelope, list) and len(envelope) == 3 and all(isinstance(part, bytes) for part in envelope)):
+        raise ValueError("not an envelope")
+    value, public_key, signature = envelope
+    return value, public_key, signature
 
 
 def _signed_bytes(record: DHTRecord) -> bytes:
@@ -106,24 +121,35 @@ class Membership:
     """Live workers of the run by peer id, this one excluded; as of the last `refresh`."""
     own: Progress | None = None
     """This peer's own newest record as the DHT shows it."""
+    _expirations: dict[str, float] = field(default_factory=dict)
 
     async def announce(self, progress: Progress) -> bool:
         """Store this peer's progress for the next `expiry_s` seconds; False when nobody took it."""
         return await self._store(f"{self.run_id}.progress", self.identity.peer_id, progress.model_dump())
 
     async def refresh(self) -> None:
-        """Read the records of all workers of the run; keeps the old view when the DHT does not answer."""
-        records = await self._read(f"{self.run_id}.progress")
-        if records is None:
-            return
-        parsed = {peer: _parse(value) for peer, value in records.items()}
-        self.own = parsed.pop(self.identity.peer_id, None)
-        self.view = {peer: record for peer, record in parsed.items() if record is not None and record.state != "left"}
+        """Read the records of all workers of the run.
+
+        A worker leaves the view when it says so or when its newest record expires, never because one look at the
+        DHT did not show it: who believes that the others are gone goes on alone.
+        """
+        for peer, (value, expiration) in (await self._read(f"{self.run_id}.progress")).items():
+            record = _parse(value)
+            if peer == self.identity.peer_id:
+                self.own = record
+            elif record is not None and (peer not in self.view or record.issued >= self.view[peer].issued):
+                self.view[peer], self._expirations[peer] = record, expiration
+        now = time.time()
+        for peer in [peer for peer, record in self.view.items() if record.state == "left"]:
+            del self.view[peer]
+        for peer in [peer for peer in self.view if self._expirations[peer] < now]:
+            del self.view[peer]
 
     async def publish_contract(self, contract: Contract) -> None:
         """Keep a few signed copies of the contract on the DHT, renewed by whoever sees too few."""
-        runs = await self._read(RUNS_KEY, min_lifetime_s=CONTRACT_LIFETIME_S / 2) or {}
-        copies = [key for key in runs if key.startswith(f"{contract.run.id}/")]
+        horizon = time.time() + CONTRACT_LIFETIME_S / 2
+        runs = await self._read(RUNS_KEY)
+        copies = [key for key, (_, until) in runs.items() if key.startswith(f"{contract.run.id}/") and until > horizon]
         if len(copies) < CONTRACT_COPIES:
             subkey = f"{contract.run.id}/{self.identity.peer_id}"
             await self._store(RUNS_KEY, subkey, contract_to_wire(contract), lifetime_s=CONTRACT_LIFETIME_S)
@@ -131,7 +157,7 @@ class Membership:
     async def find_runs(self) -> dict[str, list[Contract]]:
         """Contracts on this DHT by run id; more than one under an id means that its peers disagree."""
         found: dict[str, dict[str, Contract]] = {}
-        for subkey, value in (await self._read(RUNS_KEY) or {}).items():
+        for subkey, (value, _) in (await self._read(RUNS_KEY)).items():
             run_id = subkey.rpartition("/")[0]
             try:
                 contract = contract_from_wire(value)
@@ -145,15 +171,16 @@ class Membership:
         expiration = time.time() + (lifetime_s or self.expiry_s)
         return bool(await self.node.store(key, value, expiration_time=expiration, subkey=subkey))
 
-    async def _read(self, key: str, min_lifetime_s: float = 0.0) -> Mapping[str, Any] | None:
+    async def _read(self, key: str) -> dict[str, tuple[Any, float]]:
+        """Values under a key and when they expire, by subkey."""
         found = await self.node.get(key, latest=True)
         if found is None or not isinstance(found.value, dict):
-            return {} if found is None else None
-        horizon = time.time() + min_lifetime_s
+            return {}
+        now = time.time()
         return {
-            subkey: item.value
+            subkey: (item.value, item.expiration_time)
             for subkey, item in found.value.items()
-            if isinstance(subkey, str) and item.expiration_time > horizon
+            if isinstance(subkey, str) and item.expiration_time > now
         }
 
 

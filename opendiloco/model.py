@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,6 +35,9 @@ INIT_STD = 0.02
 """Standard deviation of the initial matrices of a preset."""
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+_ONE_AT_A_TIME = threading.Lock()  # torch's random generator belongs to the whole process
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, seed: int
     Raises:
         SettingsError: unknown name; no such model; vocabulary or context of an `hf:` model too small.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # of the CPU; torch.manual_seed would change all devices
         if config.name in PRESETS:
             model = LlamaForCausalLM(preset_config(config.name, vocab_size=vocab_size, seq_len=seq_len))

@@ -1,4 +1,4 @@
-"""The network process of one peer: libp2p, the DHT, this peer's records, its part in rendezvous and all-reduce.
+"""The network process of one peer: libp2p, the DHT, this peer's records, its part in rounds and recoveries.
 
 It is a process of its own so that neither a long compilation nor the interpreter lock of the trainer ever makes
 the peer look dead. The trainer's handle on it is `swarm.Swarm`; everything below runs in one event loop, which
@@ -9,42 +9,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
-import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import uvloop
 
-from opendiloco.allreduce import Attempt
 from opendiloco.channel import answer_calls
-from opendiloco.codec import NonFiniteError, get_codec
+from opendiloco.codec import get_codec
 from opendiloco.config import Contract, SwarmConfig
-from opendiloco.connect import Host
+from opendiloco.connect import Host, open_stream
+from opendiloco.donor import STREAM_NAME as FETCH_STREAM
+from opendiloco.donor import Donor
 from opendiloco.groups import Groups
 from opendiloco.identity import Identity
 from opendiloco.lobby import Rules
 from opendiloco.logs import file_formatter, setup_logging
 from opendiloco.membership import Membership
+from opendiloco.participation import Participation
 from opendiloco.presence import REFRESH_S, Presence
-from opendiloco.rendezvous import Assembly, Rendezvous, RoundCall
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.recovery import Goal, Recoverer
+from opendiloco.rendezvous import Rendezvous
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import map_vectors
-
-CHECK_S = 1.0  # how often a wait for a group looks whether it still makes sense
+from opendiloco.wire import Stream
 
 
 class PeerProcess:
     """One peer as its network process knows it. Its public methods are what the trainer calls."""
 
-    def __init__(self, config: SwarmConfig, identity: Identity, runtime_dir: Path, memory: int) -> None:
-        self._config, self._memory = config, memory
+    def __init__(self, config: SwarmConfig, identity: Identity, runtime_dir: Path, folder: Path, memory: int) -> None:
+        self._config, self._identity, self._folder, self._memory = config, identity, folder, memory
         self._host = Host(config, identity, runtime_dir)
-        self._identity = identity
-        self._presence: Presence | None = None
-        self._dropped: dict[str, set[str]] = {}  # group key -> peers that dropped out of its attempts
-        self._last_group = b""
+        self._entered = False
 
     async def open(self) -> list[str]:
         """Start libp2p and join the DHT; returns the full addresses of this peer."""
@@ -56,25 +56,72 @@ class PeerProcess:
         """Contracts on the DHT by run id; more than one under an id means that its peers disagree."""
         return await self._membership.find_runs()
 
+    async def close(self) -> None:
+        """Stop everything this process runs."""
+        if self._entered:
+            await self._presence.close()
+            await self._donor.close()
+        await self._host.close()
+
     # --- as a worker -------------------------------------------------------------------------------------
 
     async def enter(self, contract: Contract, layout: str, sizes: dict[str, int], position: Position) -> None:
-        """Become a worker of a run: announce, and answer other workers."""
-        self._vectors = map_vectors(self._memory, sizes)
-        silence_s = contract.rounds.failure_timeout_s
+        """Become a worker of a run, whose outer state in shared memory stands at `position`."""
+        p2p, silence_s, codec = self._host.p2p, contract.rounds.failure_timeout_s, get_codec(contract.outer.codec)
+        vectors = map_vectors(self._memory, sizes)
         self._presence = presence = Presence(self._membership, self._config, contract, layout, position)
-        self._groups = Groups(self._host.p2p, get_codec(contract.outer.codec), silence_s=silence_s)
-        self._rendezvous = Rendezvous(
-            self._host.p2p,
+        self._donor = Donor(p2p, vectors, self._folder / "roundlog", keep=self._config.log_rounds, silence_s=silence_s)
+        self._donor.settle(position)
+        self._recoverer = Recoverer(
+            vectors,
+            codec,
+            contract.outer,
+            connect=self._connect_donor,
+            find_goal=self._find_goal,
+            announced_hash=presence.announced_hash,
+            remember=self._donor.remember,
+        )
+        groups = Groups(p2p, codec, silence_s=silence_s)
+        rendezvous = Rendezvous(
+            p2p,
             Rules(contract.rounds.quorum, contract.rounds.deadline),
             outlook=presence.outlook,
             refresh=presence.refresh,
             is_alive=self._host.is_alive,
             silence_s=silence_s,
         )
-        await self._groups.open()
-        await self._rendezvous.open()
-        await presence.open()
+        self._participation = Participation(
+            presence,
+            rendezvous,
+            groups,
+            self._donor,
+            self._recoverer,
+            values=vectors["pseudo_gradient"],
+            average=vectors["average"],
+            reduces=not self._config.client_mode,
+        )
+        self._entered = True
+        for part in (groups, rendezvous, self._donor, presence):
+            await part.open()
+
+    async def catch_up(self) -> Recovery:
+        """Bring the outer state in shared memory to the head of the swarm's lineage, if that is not here.
+
+        Raises:
+            SwarmError: no donor could provide a state that checks out.
+        """
+        before = self._presence.position
+        self._donor.hold()
+        recovery = await self._recoverer.catch_up(before)
+        self._donor.settle(recovery.position)
+        if recovery.position.lineage == before.lineage:
+            return recovery
+        self._presence.move_to(recovery.position, following=True)  # nobody waits before its trainer is ready
+        return replace(recovery, inner_step=self._presence.inner_step())
+
+    async def begin_phase(self, following: bool) -> None:
+        """The trainer begins to train from where it has recovered to; see `Presence.move_to`."""
+        self._presence.move_to(self._presence.position, following=following)
 
     async def wait_for_start(self) -> int:
         """Wait until the contract's `start_peers` workers are there; returns how many workers are.
@@ -82,123 +129,58 @@ class PeerProcess:
         Raises:
             SettingsError: a worker of this run has another contract, model or initial parameters.
         """
-        presence = self._worker()
+        presence = self._presence
         while True:
             await presence.refresh()
             presence.check_agreement()
             present = len(presence.outlook().candidates)
-            if present >= presence.contract.rounds.start_peers or presence.ahead() is not None:
+            if present >= presence.contract.rounds.start_peers or presence.position.round > 0:
                 presence.begin_phase()
                 return present
             await asyncio.sleep(REFRESH_S)
 
     async def report(self, steps: int, tokens_per_s: float, finish_in_s: float) -> None:
         """The trainer's progress in its inner phase."""
-        self._worker().report(steps, tokens_per_s, finish_in_s)
+        self._presence.report(steps, tokens_per_s, finish_in_s)
 
     async def average(self, request: RoundRequest) -> RoundOutcome:
-        """One attempt at the round: gather the group, then all-reduce the pseudo-gradient in shared memory.
+        """One attempt at the round; see `Participation.average`."""
+        return await self._participation.average(request)
 
-        Raises:
-            NonFiniteError: the pseudo-gradient holds a value that is not finite.
-            SettingsError: this worker must not go on (see `Presence.check_agreement`).
-        """
-        presence, values = self._worker(), self._vectors["pseudo_gradient"]
-        _require_finite(values)
-        presence.arrive()
-        key = presence.outlook().key
-        if key not in self._dropped:
-            self._dropped = {key: set()}
-        started = time.monotonic()
-        assembly = await self._gather(key, request)
-        if isinstance(assembly, str):
-            return RoundOutcome(verdict="resync", reason=assembly, wait_s=time.monotonic() - started)
-        gathered = time.monotonic()
-        self._last_group = assembly.group.id
-        attempt = await self._groups.reduce(assembly.group, values=values, average=self._vectors["average"])
-        self._dropped[key] |= attempt.failures.keys()
-        if attempt.verdict == "commit":
-            presence.participants = frozenset(attempt.weights)
-        live = len(presence.outlook().candidates.keys() | set(assembly.group.peers))
-        return _outcome(attempt, live, gathered - started, assembly.wait_s, time.monotonic() - gathered)
+    async def withdraw(self) -> None:
+        """Give a running `average` up, unless its all-reduce has begun."""
+        self._participation.withdraw()
 
     async def awaited(self) -> str:
         """Whom this peer's round waits for, in words."""
-        return self._worker().awaited()
+        return self._presence.awaited()
 
     async def committed(self, position: Position) -> None:
         """The trainer has applied a round: from here on this peer stands there. The hash follows later."""
-        self._worker().move_to(position)
+        self._presence.move_to(position)
+        self._donor.settle(position)
 
     async def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`, which is computed after the round was announced."""
-        self._worker().set_params_hash(round, params_hash)
+        self._presence.set_params_hash(round, params_hash)
 
     async def leave(self) -> None:
         """Tell the swarm that this peer goes."""
-        if self._presence is not None:
+        if self._entered:
             await self._presence.leave()
 
-    async def close(self) -> None:
-        """Stop everything this process runs."""
-        if self._presence is not None:
-            await self._presence.close()
-        await self._host.close()
+    async def _find_goal(self, position: Position) -> Goal | None:
+        await self._presence.refresh()
+        return self._presence.goal(position)
 
-    async def _gather(self, key: str, request: RoundRequest) -> Assembly | str:
-        """The group of the round, or why there is none for this peer."""
-        presence = self._worker()
-        await presence.refresh(at_once=True)
-        if (ahead := presence.ahead()) is not None:
-            return ahead
-        bandwidth = 0.0 if self._config.client_mode else self._groups.bandwidth
-        call = RoundCall(
-            key, request.weight, request.tokens, bandwidth, frozenset(self._dropped[key]), self._last_group
-        )
-        gathering = asyncio.create_task(self._rendezvous.gather(call))
-        try:
-            while True:
-                await asyncio.wait({gathering}, timeout=CHECK_S)
-                if gathering.done():
-                    return gathering.result()
-                if presence.fatal is not None:
-                    raise presence.fatal
-                if (ahead := presence.ahead()) is not None:
-                    return ahead
-        finally:
-            gathering.cancel()
-
-    def _worker(self) -> Presence:
-        assert self._presence is not None, "this peer has not entered a run"
-        return self._presence
-
-
-def _require_finite(values: torch.Tensor) -> None:
-    """One pass: the extremes of a vector with a NaN are NaN."""
-    if values.numel() and not all(torch.isfinite(extreme) for extreme in torch.aminmax(values)):
-        raise NonFiniteError("the pseudo-gradient is not finite: this worker does not contribute to the round")
-
-
-def _outcome(attempt: Attempt, live: int, gathering_s: float, wait_s: float, allreduce_s: float) -> RoundOutcome:
-    return RoundOutcome(
-        verdict=attempt.verdict,
-        reason="; ".join(f"{peer}: {reason}" for peer, reason in sorted(attempt.failures.items())),
-        live=live,
-        weights=attempt.weights,
-        tokens=attempt.tokens,
-        digest=attempt.digest,
-        failures=attempt.failures,
-        wait_s=wait_s,
-        rendezvous_s=max(0.0, gathering_s - wait_s),
-        allreduce_s=allreduce_s,
-        sent_bytes=attempt.sent_bytes,
-        received_bytes=attempt.received_bytes,
-    )
+    async def _connect_donor(self, peer: str) -> Stream:
+        silence_s = self._presence.contract.rounds.failure_timeout_s
+        return await open_stream(self._host.p2p, peer, FETCH_STREAM, silence_s=silence_s)
 
 
 async def _run(connection: Connection, memory: int) -> None:
-    config, key_file, runtime_dir = connection.recv()  # from the process that started this one
-    peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir, memory)
+    config, key_file, folder, runtime_dir = connection.recv()  # from the process that started this one
+    peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir, folder, memory)
     try:
         await answer_calls(connection, peer)
     finally:
@@ -214,6 +196,8 @@ def main() -> None:
         handler.setFormatter(file_formatter())
         logging.getLogger().addHandler(handler)
         uvloop.run(_run(connection, int(sys.argv[2])))
+    sys.stderr.flush()
+    os._exit(0)  # taking the interpreter apart costs seconds of CPU, and somebody waits for this process
 
 
 if __name__ == "__main__":

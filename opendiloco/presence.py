@@ -13,7 +13,8 @@ from opendiloco.connect import TRANSPORT_ERRORS
 from opendiloco.errors import SettingsError
 from opendiloco.lobby import Candidate, Outlook
 from opendiloco.membership import Membership, Progress
-from opendiloco.rounds import Position, group_key
+from opendiloco.recovery import Goal
+from opendiloco.rounds import Position, group_key, is_heavier, joining_step
 
 REFRESH_S = 0.25  # shortest time between two looks at the DHT
 
@@ -47,6 +48,7 @@ class Presence:
             lineage=position.lineage,
             params_hash=position.params_hash,
             hashed_round=position.round,
+            committed_tokens=position.tokens,
             state="training",
             steps=0,
             tokens_per_s=0.0,
@@ -80,21 +82,34 @@ class Presence:
 
     def arrive(self) -> None:
         """The inner phase is over: this worker wants to average."""
-        if self._own.state == "training":
+        if self._own.state != "averaging":
             self.inner_s = time.time() - self._phase_started
             self._update(state="averaging", expected_finish=time.time())
             self._in_background(self._announce())
 
-    def move_to(self, position: Position) -> None:
-        """A round is committed: this worker stands at `position` now. Its hash follows later."""
+    def move_to(self, position: Position, *, following: bool = False) -> None:
+        """This worker stands at `position` now; an empty hash follows later.
+
+        Args:
+            following: it came in the middle of the inner phase, and others shall not wait for it in this round.
+        """
         self.begin_phase()
-        finish = time.time() + (self.inner_s or self._config.expiry_s)
-        self._update(round=position.round, lineage=position.lineage, state="training", steps=0, expected_finish=finish)
+        self._update(
+            round=position.round,
+            lineage=position.lineage,
+            committed_tokens=position.tokens,
+            state="following" if following else "training",
+            steps=0,
+            expected_finish=time.time() + (self.inner_s or self._config.expiry_s),
+        )
+        if position.params_hash:
+            self.set_params_hash(position.round, position.params_hash)
         self._in_background(self._announce())
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`."""
         self._update(params_hash=params_hash, hashed_round=round)
+        self._in_background(self._announce())
 
     async def leave(self) -> None:
         """Tell the others that this worker goes."""
@@ -151,19 +166,66 @@ class Presence:
         )
         candidates = {self._peer: _candidate(own, offset)}
         for peer, record in self._membership.view.items():
-            if record.contract != own.contract or record.layout != own.layout:
+            if record.state == "following" or not self._is_like_own(record):
                 continue
             same = record.round == own.round and record.lineage == own.lineage
             if same or (record.round < own.round and peer in self.participants):
                 candidates[peer] = _candidate(record, offset)
         return Outlook(key, candidates, self.inner_s, self.ahead() is not None)
 
+    @property
+    def peer(self) -> str:
+        """This worker's peer id."""
+        return self._peer
+
+    @property
+    def position(self) -> Position:
+        """Where this worker stands."""
+        own = self._own
+        return Position(own.round, own.lineage, "", own.committed_tokens)
+
+    def goal(self, position: Position) -> Goal | None:
+        """The heaviest lineage in sight, if it is heavier than that of `position`."""
+        records = {peer: record for peer, record in self._membership.view.items() if self._is_like_own(record)}
+        best = max(records.values(), key=lambda record: (record.committed_tokens, record.lineage), default=None)
+        if (
+            best is None
+            or best.round == 0
+            or not is_heavier(best.committed_tokens, best.lineage, position.tokens, position.lineage)
+        ):
+            return None
+        donors = [peer for peer, record in records.items() if record.lineage == best.lineage and not record.client_mode]
+        return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
+
     def ahead(self) -> str | None:
         """Why this worker cannot take part in the swarm's current round, if so."""
-        for peer, record in self._membership.view.items():
-            if record.contract == self._own.contract and record.round > self._own.round:
-                return f"peer {peer} is at round {record.round}, this one at round {self._own.round}"
+        goal = self.goal(self.position)
+        if goal is None:
+            return None
+        there, here = goal.position, self.position
+        return (
+            f"the swarm is at round {there.round} ({there.lineage[:6]}), "
+            f"this worker at {here.round} ({here.lineage[:6]})"
+        )
+
+    def announced_hash(self, position: Position) -> str | None:
+        """The hash that others announce for the state at `position`."""
+        for record in self._membership.view.values():
+            if record.lineage == position.lineage and record.hashed_round == position.round == record.round:
+                return record.params_hash
         return None
+
+    def inner_step(self) -> int:
+        """Where in the inner phase of this worker's round the others are."""
+        steps = [
+            self.contract.inner.steps if record.state == "averaging" else record.steps
+            for record in self._membership.view.values()
+            if record.lineage == self._own.lineage and record.state in ("training", "averaging")
+        ]
+        return joining_step(steps, self.contract.inner.steps)
+
+    def _is_like_own(self, record: Progress) -> bool:
+        return record.contract == self._own.contract and record.layout == self._own.layout
 
     def awaited(self) -> str:
         """Whom this worker's round waits for, in words."""
@@ -172,7 +234,7 @@ class Presence:
         missing = [
             f"{peer} ({record.steps} inner steps done, expected in {max(0.0, record.expected_finish - now):.0f} s)"
             for peer, record in records.items()
-            if record.state != "averaging"
+            if (record.state, record.lineage) != ("averaging", self._own.lineage)
         ]
         there = f"{len(candidates) - len(missing)} of {len(candidates)} workers are there"
         return f"{there}, missing: {', '.join(missing)}" if missing else there

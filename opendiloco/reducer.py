@@ -14,7 +14,7 @@ from opendiloco.codec import Codec, CodecError, accumulate
 from opendiloco.rounds import Part
 from opendiloco.wire import FrameKind, Stream, WireError
 
-KEEPALIVE_S = 1.0
+MAX_KEEPALIVE_S = 1.0
 
 Accept = Callable[[Part, memoryview, bytes], None]
 
@@ -36,9 +36,24 @@ class Reducer:
     """Averages one slice in fp32 with the weights of those who really sent, and encodes each part once."""
 
     def __init__(
-        self, parts: Sequence[Part], weights: Sequence[float], me: int, *, codec: Codec, accept: Accept
+        self,
+        parts: Sequence[Part],
+        weights: Sequence[float],
+        me: int,
+        *,
+        codec: Codec,
+        accept: Accept,
+        silence_s: float,
     ) -> None:
-        """Args: `weights` of all members by index, `me` this member's index, `accept` takes each finished part."""
+        """Prepare to reduce `parts`.
+
+        Args:
+            weights: of all members, by index.
+            me: this member's index.
+            accept: takes each finished part.
+            silence_s: after which a member that has not opened its stream counts as dropped.
+        """
+        self._silence_s, self._keepalive_s = silence_s, min(MAX_KEEPALIVE_S, silence_s / 4)
         self._weights, self._me, self._codec, self._accept = weights, me, codec, accept
         self._others = set(range(len(weights))) - {me}
         self._reductions = [_Reduction(part, set(self._others)) for part in parts]
@@ -50,7 +65,7 @@ class Reducer:
         self._all_seen, self._all_served = asyncio.Event(), asyncio.Event()
         self.failures: dict[int, str] = {}
 
-    async def run(self, values: Tensor, *, silence_s: float) -> None:
+    async def run(self, values: Tensor) -> None:
         """Add this member's own `values` (fp32 [N], the whole vector), then wait until all parts are averaged."""
         for reduction in self._reductions:
             own = values[reduction.part.start : reduction.part.stop]
@@ -59,7 +74,7 @@ class Reducer:
             self._finish_if_complete(reduction)
             await asyncio.sleep(0)  # let streams move between parts
         if self._unserved:
-            await self._drop_absent(silence_s)
+            await self._drop_absent()
         await asyncio.gather(*(reduction.done.wait() for reduction in self._reductions))
 
     async def wait_until_served(self, limit_s: float) -> None:
@@ -110,7 +125,7 @@ class Reducer:
         for reduction in self._reductions:
             while not reduction.done.is_set():
                 try:
-                    async with asyncio.timeout(KEEPALIVE_S):
+                    async with asyncio.timeout(self._keepalive_s):
                         await reduction.done.wait()
                 except TimeoutError:
                     await stream.send(FrameKind.WAITING)
@@ -118,14 +133,14 @@ class Reducer:
                 raise WireError("the average is not finite")
             await stream.send(FrameKind.AVERAGE, *reduction.payload)
 
-    async def _drop_absent(self, silence_s: float) -> None:
+    async def _drop_absent(self) -> None:
         """Give up on members that have not even opened their stream."""
         try:
-            async with asyncio.timeout(silence_s):
+            async with asyncio.timeout(self._silence_s):
                 await self._all_seen.wait()
         except TimeoutError:
             for sender in self._others - self._seen:
-                self._drop(sender, f"sent nothing for {silence_s:g} s")
+                self._drop(sender, f"sent nothing for {self._silence_s:g} s")
                 self._served(sender)
 
     def _drop(self, sender: int, reason: str) -> None:

@@ -16,6 +16,7 @@ import blake3
 Verdict = Literal["commit", "retry", "skip", "resync"]
 
 PART_VALUES = 256 * 1024  # values per part: 256 KB as int8, a tenth of a second at 20 Mbit/s
+NEGLIGIBLE = 1e-6  # of the group's largest bandwidth: such a peer reduces nothing
 MIN_GRACE_S = 5.0
 GRACE_SHARE = 0.5  # of an inner phase
 SPREAD_FACTOR = 3.0
@@ -46,6 +47,19 @@ class Position:
     """Outer rounds committed."""
     lineage: str
     params_hash: str
+    """Of the outer state; empty while it is being computed."""
+    tokens: int = 0
+    """Tokens that all participants trained on in the rounds of the lineage: its weight when two compete."""
+
+
+def is_heavier(tokens: int, lineage: str, than_tokens: int, than_lineage: str) -> bool:
+    """Whether one lineage wins over another: more committed tokens, ties by hash. Everybody decides the same."""
+    return (tokens, lineage) > (than_tokens, than_lineage)
+
+
+def joining_step(steps: Sequence[int], inner_steps: int) -> int:
+    """Where in the inner phase a joiner begins, so that it is done with the others: their median; 0 without others."""
+    return min(statistics.median_low(sorted(steps)), inner_steps - 1) if steps else 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class RoundRequest:
     """What a worker brings to the end of an inner phase, besides its pseudo-gradient."""
 
     weight: float
-    """Weight of its pseudo-gradient in the average."""
+    """Weight of its pseudo-gradient in the average; 0: it only follows this round."""
     tokens: int
     """Tokens it trained on in this round."""
 
@@ -73,6 +87,8 @@ class RoundOutcome:
     """Participants of a commit with their tokens."""
     digest: str = ""
     """BLAKE3 of the averaged bytes."""
+    lineage: str = ""
+    """Lineage after the round, after a commit."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Peers that dropped out, and how it showed."""
     wait_s: float = 0.0
@@ -82,6 +98,20 @@ class RoundOutcome:
     allreduce_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a worker got to where the swarm is."""
+
+    position: Position
+    donors: tuple[str, ...] = ()
+    received_bytes: int = 0
+    rounds_replayed: int = 0
+    full_state: bool = False
+    """Whether theta and momentum were fetched, not only rounds that were missed."""
+    inner_step: int = 0
+    """Where in its inner phase the swarm is."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +167,9 @@ def reduce_shares(measured: Sequence[float | None]) -> tuple[float, ...]:
     """
     known = [bandwidth for bandwidth in measured if bandwidth]
     usual = statistics.median_low(known) if known else 1.0
-    bandwidths = [usual if bandwidth is None else bandwidth for bandwidth in measured]
+    fastest = max(known, default=1.0)
+    relative = [(usual if bandwidth is None else bandwidth) / fastest for bandwidth in measured]
+    bandwidths = [bandwidth if bandwidth > NEGLIGIBLE else 0.0 for bandwidth in relative]
     able = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
     if not able:
         raise ValueError("no peer of the group can be reached, so nobody can reduce")
@@ -177,6 +209,8 @@ def plan_parts(numel: int, shares: Sequence[float], *, alignment: int) -> tuple[
     Slices begin at multiples of `alignment` (the codec's block), so that blocks never straddle two reducers.
     """
     total, reached, start = math.fsum(shares), 0.0, 0
+    if numel and not total > 0:
+        raise ValueError("no share of the vector is above 0, so nobody would reduce it")
     plan = []
     for index, share in enumerate(shares):
         reached += share

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def create_shared_memory() -> int:
-    """An empty anonymous file; returns its descriptor, which a child process may inherit."""
-    return os.memfd_create("opendiloco", flags=0)
+    """An empty anonymous file; returns its descriptor; pass it to the other process with `pass_fds`."""
+    return os.memfd_create("opendiloco", os.MFD_CLOEXEC)
 
 
 def map_vectors(descriptor: int, sizes: Mapping[str, int]) -> dict[str, Tensor]:

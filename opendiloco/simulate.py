@@ -9,7 +9,9 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import blake3
 import torch
@@ -19,9 +21,12 @@ from opendiloco.codec import Codec, get_codec
 from opendiloco.config import ComputeConfig, Contract, PeerConfig
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.outer import next_lineage
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.settings import Settings, write_toml
-from opendiloco.trainer import Worker
+from opendiloco.worker import Worker
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +63,11 @@ def simulate(contract: Contract, compute: ComputeConfig, names: Sequence[str], o
             raise
 
     with ThreadPoolExecutor(len(names), thread_name_prefix="simulated worker") as threads:
-        return list(threads.map(work, names))
+        futures = [threads.submit(work, name) for name in names]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # the reason first, not what it did to the others
+    return [future.result() for future in futures]
 
 
 class SimulatedGroup:
@@ -114,15 +123,27 @@ class SimulatedSwarm:
         self._group, self.peer_id = group, name
         self.vectors: dict[str, Tensor] = {}
         self.request = RoundRequest(weight=1.0, tokens=0)
+        self._position = Position(0, "", "")
 
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """fp32 zeros by name."""
         self.vectors = {name: torch.zeros(size) for name, size in sizes.items()}
         return self.vectors
 
-    def enter(self, contract: Contract, layout: str, position: Position) -> int:
+    def enter(self, contract: Contract, layout: str, position: Position) -> None:
         """All members are there from the start."""
-        return len(self._group.names)
+        self._position = position
+
+    def catch_up(self) -> Future[Recovery]:
+        """All members are at the same place."""
+        return _done(Recovery(self._position))
+
+    def begin_phase(self, *, following: bool) -> None:
+        """Nobody to tell."""
+
+    def wait_for_start(self) -> Future[int]:
+        """All members are there from the start."""
+        return _done(len(self._group.names))
 
     def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
         """Nobody to tell."""
@@ -130,9 +151,13 @@ class SimulatedSwarm:
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """Wait for the other members; the future is done."""
         self.request = request
-        done: Future[RoundOutcome] = Future()
-        done.set_result(self._group.arrive())
-        return done
+        outcome = self._group.arrive()
+        before, weights = self._position, outcome.weights
+        lineage = next_lineage(before.lineage, round=before.round + 1, weights=weights, average_digest=outcome.digest)
+        return _done(replace(outcome, lineage=lineage))
+
+    def withdraw(self) -> None:
+        """The members of one process leave together."""
 
     def awaited(self) -> str:
         """Members of one process come by themselves."""
@@ -140,6 +165,13 @@ class SimulatedSwarm:
 
     def committed(self, position: Position) -> None:
         """Nobody to tell."""
+        self._position = position
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """Nobody to tell."""
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future

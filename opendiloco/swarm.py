@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -11,25 +12,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from opendiloco import guard
 from opendiloco.channel import Caller
 from opendiloco.config import Contract, SwarmConfig
-from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.leave import Leave
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
 
 CLOSE_TIMEOUT_S = 3.0
 RUNS_POLL_S = 0.5
+POLL_S = 0.2  # how soon a wait notices a request to leave
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +43,16 @@ class Swarm:
     Methods may be called from any thread.
     """
 
-    def __init__(self, config: SwarmConfig, folder: Path) -> None:
+    def __init__(self, config: SwarmConfig, folder: Path, *, leaving: Callable[[], bool] = lambda: False) -> None:
         """Start the network process, which begins to join the DHT; `folder` takes the identity file and log.txt.
+
+        Args:
+            leaving: whether the user wants to leave; waits of this object then raise `Leave`.
 
         Raises:
             SettingsError: a key file that cannot be used.
         """
+        self._leaving = leaving
         folder.mkdir(parents=True, exist_ok=True)
         identity = Identity.load_or_create(Path(config.identity) if config.identity else folder / "identity.key")
         self._log_file = folder / "log.txt"
@@ -54,7 +61,7 @@ class Swarm:
         self.peer_id = identity.peer_id
         self.addresses: list[str] = []
         try:
-            self._start_process(key_lock, (config, identity.path))
+            self._start_process(key_lock, (config, identity.path, folder))
         finally:
             os.close(key_lock)  # the guard holds it from here on
         self._opening = self._caller.start("open")
@@ -66,9 +73,9 @@ class Swarm:
             SettingsError: an address, port or clock that cannot work.
             SwarmError: none of the configured peers answers in time.
         """
-        self.addresses = self._opening.result()
+        self.addresses = self._wait(self._opening)
 
-    def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None]) -> None:
+    def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None, Path]) -> None:
         """Spawn the network process under its guard, which outlives this process just long enough to clean up."""
         self._runtime_dir = guard.make_runtime_dir()
         ours, theirs = socket.socketpair()
@@ -102,7 +109,7 @@ class Swarm:
         """
         give_up = time.monotonic() + wait_s
         while True:
-            runs: dict[str, list[Contract]] = self._caller.call("find_runs")
+            runs: dict[str, list[Contract]] = self._wait(self._caller.start("find_runs"))
             if run_id is None and len(runs) > 1:
                 raise SettingsError(f"the swarm has runs {', '.join(sorted(runs))}: choose one with --run-id")
             found = next(iter(runs.values()), []) if run_id is None else runs.get(run_id, [])
@@ -113,6 +120,8 @@ class Swarm:
                 return found[0]
             if time.monotonic() >= give_up:
                 return None
+            if self._leaving():
+                raise Leave
             time.sleep(RUNS_POLL_S)
 
     def runs(self) -> list[str]:
@@ -124,15 +133,24 @@ class Swarm:
         self._sizes = dict(sizes)
         return map_vectors(self._memory, self._sizes)
 
-    def enter(self, contract: Contract, layout: str, position: Position) -> int:
-        """Become a worker of the run and wait until its first round may start; returns how many workers are there.
-
-        Raises:
-            SettingsError: other workers of the run have another contract, model or initial parameters.
-        """
+    def enter(self, contract: Contract, layout: str, position: Position) -> None:
+        """Become a worker of the run, with the outer state in shared memory standing at `position`."""
         self._caller.call("enter", contract, layout, self._sizes, position)
-        present: int = self._caller.call("wait_for_start")
-        return present
+
+    def catch_up(self) -> Future[Recovery]:
+        """Bring the outer state in shared memory to the head of the swarm's lineage, if that is not here."""
+        return self._caller.start("catch_up")
+
+    def begin_phase(self, *, following: bool) -> None:
+        """Training begins from a state that was recovered."""
+        self._caller.call("begin_phase", following)
+
+    def wait_for_start(self) -> Future[int]:
+        """Wait until the run's first round may start; gives the number of workers that are there.
+
+        The future raises SettingsError when others of the run have another contract, model or initial parameters.
+        """
+        return self._caller.start("wait_for_start")
 
     def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
         """Tell the swarm how far this worker's inner phase is; does not wait."""
@@ -150,6 +168,10 @@ class Swarm:
         """Announce the hash of the state after `round`; does not wait."""
         self._caller.start("set_params_hash", round, params_hash)
 
+    def withdraw(self) -> None:
+        """Give a running `average` up (verdict skip), unless its all-reduce has begun."""
+        self._caller.call("withdraw")
+
     def awaited(self) -> str:
         """Whom the round waits for, in words."""
         words: str = self._caller.call("awaited")
@@ -159,6 +181,8 @@ class Swarm:
 
     def leave(self) -> None:
         """Announce that this worker goes. The network may be gone already: then nobody is told."""
+        if not self._opening.done():
+            return
         try:
             self._caller.call("leave", timeout_s=CLOSE_TIMEOUT_S)
         except (SwarmError, TimeoutError) as error:
@@ -174,13 +198,11 @@ class Swarm:
         if self._memory < 0:
             return
         self._caller.hang_up()
-        for wait_s in (CLOSE_TIMEOUT_S, guard.GRACE_S + 1):
-            try:
-                self._guard.wait(wait_s)
-                break
-            except subprocess.TimeoutExpired:
-                assert self._guard.stdin is not None
-                self._guard.stdin.close()  # makes the guard stop the network process itself
+        assert self._guard.stdin is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(CLOSE_TIMEOUT_S)
+        self._guard.stdin.close()  # makes a guard that is still there stop the network process itself
+        self._guard.wait()
         self._caller.close()
         os.close(self._memory)
         self._memory = -1
@@ -189,9 +211,17 @@ class Swarm:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.leave()
+        if kind is None or issubclass(kind, (OpendilocoError, Leave)):
+            self.leave()  # others need not wait for this peer's record to expire
         self.close()
+
+    def _wait(self, future: Future[Any]) -> Any:
+        while True:
+            try:
+                return future.result(POLL_S)
+            except TimeoutError:
+                if self._leaving():
+                    raise Leave from None
 
     def _explain_end(self) -> str:
         return f"the network process of this peer has ended: the reason is in {self._log_file}"
@@ -208,13 +238,14 @@ def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path |
     try:
         with (
             tempfile.TemporaryDirectory(prefix="opendiloco-bootstrap-") as temporary,
-            Swarm(config, folder or Path(temporary)) as swarm,
+            Swarm(config, folder or Path(temporary), leaving=stop.is_set) as swarm,
+            contextlib.suppress(Leave),
         ):
             swarm.open()
             write_addresses(address_file, swarm.addresses)
             for address in swarm.addresses:
                 print(address, flush=True)
-            while not stop.wait(1.0):
+            while not stop.wait(0.5):
                 swarm.check()
     finally:
         for number, handler in previous.items():

@@ -1,34 +1,19 @@
-"""One worker, top-down: join the run, train H inner steps a round, end with the run or on request."""
+"""A worker as a command, top-down: join the swarm, agree on the contract, train to the end of the run or on request."""
 
 from __future__ import annotations
 
-import logging
-import math
-import signal
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+import contextlib
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
 
-from opendiloco.diloco import Averager, DiLoCo, Leave, RoundReport
-from opendiloco.display import Display, round_line
-from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
-from opendiloco.evaluate import validation_loss
-from opendiloco.inner import InnerStepResult, choose_device, inner_step, learning_rate, make_inner_optimizer
+from opendiloco.checkpoint import CheckpointWriter, load_checkpoint
+from opendiloco.display import Display
+from opendiloco.errors import SwarmError
+from opendiloco.leave import Leave, LeaveRequest
 from opendiloco.logs import setup_logging
-from opendiloco.metrics import EvalEvent, InnerStepEvent, JoinEvent, LeaveEvent, MetricsLog, RoundEvent
-from opendiloco.model import build_model, count_parameters, save_model
+from opendiloco.metrics import MetricsLog
 from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm, write_addresses
-from opendiloco.tokenizer import load_tokenizer
-from opendiloco.tokens import training_stream, validation_batches
-
-REPORT_S = 1.0
-
-logger = logging.getLogger(__name__)
+from opendiloco.worker import Worker
 
 
 def run_worker(
@@ -39,12 +24,11 @@ def run_worker(
     Raises:
         OpendilocoError: one line for the user, with the exit code.
     """
-    if resume is not None:
-        raise SettingsError(f"--resume {resume}: this version writes no checkpoints: leave it out")
     with (
+        contextlib.suppress(Leave),  # before the first inner step
         setup_logging(out / "log.txt", console=True),
         LeaveRequest() as leaving,
-        Swarm(settings.peer.swarm, out) as swarm,
+        Swarm(settings.peer.swarm, out, leaving=leaving) as swarm,
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
     ):
         swarm.open()
@@ -52,8 +36,19 @@ def run_worker(
         write_toml(out / "run.toml", settings.contract)
         write_toml(out / "peer.toml", settings.peer)
         write_addresses(address_file, swarm.addresses)
-        with Display(settings.contract) as display:
-            worker = Worker(settings, swarm, metrics, stream=swarm.peer_id, leaving=leaving, display=display)
+        checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
+        writer = CheckpointWriter(out / "checkpoints", keep=settings.peer.checkpoint.keep)
+        with Display(settings.contract) as display, contextlib.closing(writer):
+            worker = Worker(
+                settings,
+                swarm,
+                metrics,
+                stream=swarm.peer_id,
+                leaving=leaving,
+                display=display,
+                checkpoint=checkpoint,
+                writer=writer,
+            )
             worker.train()
             worker.save(out / "model")
     return 0
@@ -79,229 +74,4 @@ def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> S
     others = f"; the swarm has runs {', '.join(runs)}" if runs else ""
     raise SwarmError(
         f"0 peers of {named}{others}: wait for a worker of the run to start, or start one here with --run RUN.toml"
-    )
-
-
-class LeaveRequest:
-    """SIGINT or SIGTERM asks to leave in order: calling this says whether one came. A second one ends at once."""
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
-
-    def __call__(self) -> bool:
-        return self._asked
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        for again in self._before:
-            signal.signal(again, signal.SIG_DFL)
-        logger.info("leaving in order (%s again: at once)", signal.Signals(number).name)
-
-
-class Worker:
-    """A replica, its data and its optimizer in a run. `swarm` is the real one, or a simulated one."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        swarm: Averager,
-        metrics: MetricsLog,
-        *,
-        stream: str,
-        leaving: Callable[[], bool] = lambda: False,
-        display: Display | None = None,
-    ) -> None:
-        """Build everything and enter the run. `stream` names this worker's share of the data (its peer id)."""
-        started = time.monotonic()
-        self.contract, self._compute, self._log = settings.contract, settings.peer.compute, settings.peer.log
-        self._metrics, self._leaving, self._display = metrics, leaving, display
-        self._swarm = swarm
-        self._device = choose_device(self._compute)
-        contract = self.contract
-        self.tokenizer = load_tokenizer(contract.data.tokenizer)
-        seed, batch_size = contract.run.seed, contract.inner.batch_size
-        self._stream = training_stream(contract.data, self.tokenizer, seed=seed, stream=stream, batch_size=batch_size)
-        self._validation = validation_batches(contract.data, self.tokenizer, batch_size=batch_size)
-        seq_len, vocab_size = contract.data.seq_len, self.tokenizer.vocab_size
-        self.model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=seed).to(self._device)
-        self._reports: list[RoundReport] = []
-        self._losses: list[float] = []
-        self.optimizer = DiLoCo(
-            make_inner_optimizer(self.model, contract.inner),
-            self.model,
-            swarm,
-            contract,
-            on_round=self._reports.append,
-            leaving=leaving,
-        )
-        self._announce_join(time.monotonic() - started)
-
-    def train(self) -> None:
-        """Train until the run's last round is committed, or until the user asks to leave."""
-        reason = "finished"
-        self._phase_started, self._reported = time.monotonic(), 0.0
-        try:
-            self._evaluate()
-            while self.optimizer.round < self.contract.run.rounds:
-                if self._leaving():
-                    raise Leave
-                self._step()
-        except Leave:
-            reason = "asked to leave"
-        finally:
-            self._write_rounds()
-            self.optimizer.finish()
-        self.optimizer.write_outer_parameters()
-        self._metrics.write(LeaveEvent(round=self.optimizer.round, reason=reason))
-
-    def save(self, folder: Path) -> None:
-        """Write the outer parameters as a Hugging Face folder."""
-        save_model(self.model, self.tokenizer, folder)
-
-    # --- inner phase -------------------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        contract, optimizer = self.contract, self.optimizer
-        before, in_round = optimizer.round, optimizer.inner_steps
-        step = before * contract.inner.steps + in_round
-        lr = learning_rate(step, config=contract.inner, total_steps=contract.run.rounds * contract.inner.steps)
-        tokens = next(self._stream).to(self._device)
-        optimizer.count_tokens(tokens.numel())
-        result = inner_step(
-            self.model,
-            optimizer,
-            tokens,
-            config=contract.inner,
-            lr=lr,
-            micro_batch_size=self._compute.micro_batch_size,
-            precision=self._compute.precision,
-        )
-        if not result.finite:
-            raise OpendilocoError(
-                f"loss {result.loss} with gradient norm {result.grad_norm} at inner step {step}: "
-                f"lower inner.lr or raise inner.warmup_steps"
-            )
-        self._losses.append(result.loss)
-        self._report_step(result, lr=lr, step=step, in_round=in_round + 1)
-        if optimizer.round > before:
-            self._write_rounds()
-            self._evaluate()
-            self._phase_started = time.monotonic()
-
-    def _report_step(self, result: InnerStepResult, *, lr: float, step: int, in_round: int) -> None:
-        contract, now = self.contract, time.monotonic()
-        elapsed_s = max(now - self._phase_started, 1e-9)
-        tokens_per_s = in_round * result.tokens / elapsed_s
-        if self._display is not None:
-            self._display.inner_step(in_round, loss=result.loss, tokens_per_s=tokens_per_s)
-        if now - self._reported > REPORT_S and in_round < contract.inner.steps:
-            self._reported = now
-            finish_in_s = (contract.inner.steps - in_round) * elapsed_s / in_round
-            self._swarm.report(in_round, tokens_per_s=tokens_per_s, finish_in_s=finish_in_s)
-        if (step + 1) % self._log.every_steps == 0:
-            self._metrics.write(
-                InnerStepEvent(
-                    round=step // contract.inner.steps,
-                    inner_step=in_round,
-                    global_inner_step=step,
-                    loss=result.loss,
-                    lr=lr,
-                    grad_norm=result.grad_norm,
-                    tokens_seen=(step + 1) * result.tokens,
-                    tokens_per_s=tokens_per_s,
-                )
-            )
-
-    # --- between rounds ----------------------------------------------------------------------------------
-
-    def _write_rounds(self) -> None:
-        """Metrics and log of the attempts at the round that has just ended."""
-        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
-        for report in self._reports:
-            if report.params_hash is None:
-                self._write_round(report, loss)
-            else:  # in the thread that hashes, when it is done
-                report.params_hash.add_done_callback(partial(self._write_hashed_round, report, loss))
-        self._reports.clear()
-        self._losses.clear()
-
-    def _write_hashed_round(self, report: RoundReport, loss: float, _: Future[str]) -> None:
-        self._write_round(report, loss)
-
-    def _write_round(self, report: RoundReport, loss: float) -> None:
-        event = round_event(report, loss=loss, codec=self.contract.outer.codec)
-        self._metrics.write(event)
-        if self._display is not None:
-            self._display.round(event, live=report.outcome.live)
-        line = round_line(event, live=report.outcome.live, reason=report.outcome.reason)
-        logger.log(logging.INFO if event.verdict == "commit" else logging.WARNING, line)
-
-    def _evaluate(self) -> None:
-        """Validation loss of the outer parameters, which the model holds between two rounds."""
-        loss, tokens = validation_loss(self.model, self._validation, precision=self._compute.precision)
-        event = EvalEvent(round=self.optimizer.round, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
-        self._metrics.write(event)
-        if self._display is not None:
-            self._display.evaluation(loss)
-        logger.info("round %d | validation loss %.4f | perplexity %.2f", event.round, loss, event.perplexity)
-
-    def _announce_join(self, seconds_s: float) -> None:
-        optimizer = self.optimizer
-        self._metrics.write(
-            JoinEvent(
-                round=optimizer.round,
-                lineage=optimizer.outer.lineage,
-                source="fresh",
-                donors=[],
-                received_bytes=0,
-                seconds_s=seconds_s,
-                params_hash=optimizer.params_hash,
-            )
-        )
-        logger.info(
-            "run %s: %d workers | %s, %.2f M parameters | %d rounds of %d inner steps | theta_0 %s",
-            self.contract.run.id,
-            optimizer.workers,
-            self.contract.model.name,
-            count_parameters(self.model) / 1e6,
-            self.contract.run.rounds,
-            self.contract.inner.steps,
-            optimizer.params_hash[:12],
-        )
-
-
-def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:
-    """The metrics line of one attempt at a round."""
-    outcome = report.outcome
-    return RoundEvent(
-        round=report.round,
-        verdict=outcome.verdict,
-        participants=sorted(outcome.weights),
-        weights=dict(outcome.weights),
-        lineage=report.lineage,
-        params_hash=report.params_hash.result() if report.params_hash is not None else None,
-        loss=loss,
-        inner_steps=report.inner_steps,
-        tokens=report.tokens,
-        swarm_tokens=sum(outcome.tokens.values()),
-        inner_s=report.inner_s,
-        wait_s=outcome.wait_s,
-        rendezvous_s=outcome.rendezvous_s,
-        allreduce_s=outcome.allreduce_s,
-        outer_s=report.outer_s,
-        sent_bytes=outcome.sent_bytes,
-        received_bytes=outcome.received_bytes,
-        codec=codec,
-        pseudo_gradient_norm=report.pseudo_gradient_norm,
-        outer_gradient_norm=report.outer_gradient_norm,
     )

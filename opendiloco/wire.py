@@ -28,6 +28,12 @@ class FrameKind(IntEnum):
     """Reducer to sender: the encoded average of one part, then who is in it (a bit per member)."""
     WAITING = 4
     """Reducer to sender: alive, but still waiting for others' values."""
+    REQUEST = 6
+    """Asker to donor: what is wanted (JSON)."""
+    HEADER = 7
+    """Donor to asker: what follows (JSON)."""
+    DATA = 8
+    """Donor to asker: the bytes that the header describes."""
     REFUSED = 5
     """Either way, last: why the other side stops (text)."""
 
@@ -71,7 +77,7 @@ class Stream:
         """
         kind, length = _HEADER.unpack(await self._read(_HEADER.size))
         if kind == FrameKind.REFUSED and length <= MAX_REASON_BYTES:
-            raise WireError(f"refused: {(await self._read(length)).decode(errors='replace')}")
+            raise WireError(f"refused: {_one_line(await self._read(length))}")
         if kind not in expected:
             raise WireError(f"sent a frame of kind {kind} out of turn")
         if length != expected[FrameKind(kind)]:
@@ -79,6 +85,20 @@ class Stream:
         payload = await self._read(length)
         self.received_bytes += _HEADER.size + length
         return FrameKind(kind), payload
+
+    async def receive_text(self, kind: FrameKind, *, max_bytes: int) -> bytes:
+        """Read one frame of that kind, of any size up to `max_bytes`.
+
+        Raises:
+            WireError: as `receive`.
+        """
+        found, length = _HEADER.unpack(await self._read(_HEADER.size))
+        if found == FrameKind.REFUSED and length <= MAX_REASON_BYTES:
+            raise WireError(f"refused: {_one_line(await self._read(length))}")
+        if found != kind or length > max_bytes:
+            raise WireError(f"sent a frame of kind {found} with {length} bytes out of turn")
+        self.received_bytes += _HEADER.size + length
+        return bytes(await self._read(length))
 
     async def refuse(self, reason: str) -> None:
         """Say why this side stops, and let the other hang up first: a stream closed on unread data loses its end."""
@@ -104,3 +124,8 @@ class Stream:
             except (asyncio.IncompleteReadError, OSError):
                 raise WireError("connection lost") from None
         return data
+
+
+def _one_line(text: bytearray) -> str:
+    """Another peer's words, fit for a log and a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text.decode(errors="replace"))

@@ -30,7 +30,6 @@ settings.load_profile("opendiloco")
 MARK = "OPENDILOCO_TEST_RUN"
 THREAD_END_S = 2.0  # a thread that has been told to end may need a moment
 SHARED_MEMORY = Path("/dev/shm")
-HELPERS = ("multiprocessing.resource_tracker", "torch_shm_manager")  # one per process, for as long as that lives
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _own_command(pid: int) -> str:
             return ""
     except (OSError, ValueError):  # gone meanwhile, or somebody else's
         return ""
-    return "" if any(helper in command for helper in HELPERS) else command or "a process not waited for"
+    return "" if "multiprocessing.resource_tracker" in command else command or "a process not waited for"
 
 
 def _is_marked(pid: int) -> bool:

@@ -40,7 +40,6 @@ from opendiloco.config import (
 )
 from opendiloco.identity import Identity
 from opendiloco.metrics import read_metrics
-from opendiloco.outer import next_lineage
 from opendiloco.rounds import Position, RoundOutcome, RoundRequest
 from opendiloco.settings import write_toml
 from opendiloco.shared import create_shared_memory, map_vectors
@@ -99,7 +98,7 @@ class Peer:
     def __init__(self, network: Network, folder: Path, config: SwarmConfig, identity: Identity) -> None:
         self._network, self._folder, self._memory = network, folder, create_shared_memory()
         self.peer_id = identity.peer_id
-        self.process = PeerProcess(config, identity, folder, self._memory)
+        self.process = PeerProcess(config, identity, folder, folder, self._memory)
         self.addresses: list[str] = []
         self.position = Position(0, ZERO, ZERO)
         self.vectors: dict[str, Tensor] = {}
@@ -116,7 +115,7 @@ class Peer:
     ) -> None:
         """Announce this peer as a worker of the run."""
         self.position = position or self.position
-        sizes = {"pseudo_gradient": size, "average": size}
+        sizes = {"theta": size, "momentum": size, "second_moment": 0, "pseudo_gradient": size, "average": size}
         self.vectors = map_vectors(self._memory, sizes)
         self._network.run(self.process.enter(contract, layout, sizes, self.position))
 
@@ -131,11 +130,9 @@ class Peer:
     def commit(self, outcome: RoundOutcome) -> None:
         """What the trainer does after a commit, but for the outer step."""
         assert outcome.verdict == "commit", outcome
-        round = self.position.round + 1
-        lineage = next_lineage(
-            self.position.lineage, round=round, weights=outcome.weights, average_digest=outcome.digest
-        )
-        self.position = Position(round, lineage, ZERO)
+        before = self.position
+        tokens = before.tokens + sum(outcome.tokens.values())
+        self.position = Position(before.round + 1, outcome.lineage, ZERO, tokens)
         self._network.run(self.process.committed(self.position))
 
     def awaited(self) -> str:

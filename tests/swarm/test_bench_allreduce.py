@@ -33,7 +33,6 @@ def test_quick_run_writes_a_line_per_system_and_ends_everything(tmp_path: Path) 
         assert (line["benchmark"], line["workers"], line["values"]) == ("allreduce", 2, 10_000)
         assert 0 <= line["rendezvous_s"] < line["seconds"] <= line["seconds_max"]
         assert line["seconds_min"] <= line["seconds"]
-        assert line["failed"] >= 0
         assert line["commit"]
         assert line["machine"]["cores"] >= 1
         assert line["versions"]["hivemind"]

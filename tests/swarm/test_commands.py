@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opendiloco.cli import main
-from opendiloco.config import Contract, InnerConfig, ModelConfig, SwarmConfig
+from opendiloco.config import Contract, InnerConfig, ModelConfig, RoundsConfig, SwarmConfig
 from opendiloco.flat import FlatLayout
 from opendiloco.identity import Identity
 from opendiloco.model import build_model
@@ -184,7 +184,7 @@ def test_key_that_another_process_of_the_swarm_uses(
     fail: Fail, network: Network, tmp_path: Path, make_contract: SmallContract
 ) -> None:
     """A copied folder: another file, the same key, and so the same peer id twice."""
-    contract = make_contract()
+    contract = make_contract().model_copy(update={"rounds": RoundsConfig(start_peers=2)})
     bootstrap = network.peer().open()
     original, copy = tmp_path / "original.key", tmp_path / "copy.key"
     worker = network.peer(bootstrap.addresses, key_file=original).open()

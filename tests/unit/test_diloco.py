@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opendiloco.averager import Averager
 from opendiloco.codec import NonFiniteError, get_codec
 from opendiloco.config import Contract
-from opendiloco.diloco import Averager, DiLoCo, Leave, RoundReport
+from opendiloco.diloco import DiLoCo, RoundReport
 from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.leave import Leave
 from opendiloco.outer import genesis_lineage, next_lineage, params_hash
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.simulate import SimulatedGroup
 
 PATIENCE_S = 20.0
@@ -52,6 +54,7 @@ class Swarm:
         self.positions: list[Position] = []
         self.hashes: dict[int, str] = {}
         self.refusal = ""
+        self.ahead: tuple[Position, Tensor] | None = None
 
     @property
     def vectors(self) -> dict[str, Tensor]:
@@ -60,11 +63,28 @@ class Swarm:
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         return self._member.allocate(sizes)
 
-    def enter(self, contract: Contract, layout: str, position: Position) -> int:
+    def enter(self, contract: Contract, layout: str, position: Position) -> None:
         if self.refusal:
             raise SettingsError(self.refusal)
         self.entered.append(position)
-        return 1
+        self._member.enter(contract, layout, position)
+
+    def catch_up(self) -> Future[Recovery]:
+        if self.ahead is None:
+            return self._member.catch_up()
+        position, theta = self.ahead
+        self.vectors["theta"].copy_(theta)
+        self._member.committed(position)
+        return self._member.catch_up()
+
+    def begin_phase(self, *, following: bool) -> None:
+        pass
+
+    def wait_for_start(self) -> Future[int]:
+        return self._member.wait_for_start()
+
+    def withdraw(self) -> None:
+        self.withdrawn = True
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         self.gradients.append(self.vectors["pseudo_gradient"].clone())
@@ -88,6 +108,7 @@ class Swarm:
         pass
 
     def committed(self, position: Position) -> None:
+        self._member.committed(position)
         self.positions.append(position)
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
@@ -370,15 +391,22 @@ def test_a_loop_that_goes_on_after_a_failed_round_tries_again_at_its_next_step()
         assert optimizer.round == 1
 
 
-def test_a_worker_that_was_left_behind_says_so() -> None:
-    model, swarm = linear(), Swarm(RoundOutcome(verdict="resync", reason="peer b is at round 7"))
-    with (
-        diloco(model, contract_of(steps=1), swarm) as optimizer,
-        pytest.raises(
-            SwarmError, match=r"round 1 went on without this worker \(peer b is at round 7\): start it again"
-        ),
-    ):
+@pytest.mark.parametrize(("missed", "keeps"), [(1, True), (2, False)])
+def test_a_worker_that_was_left_behind_goes_where_the_swarm_is(missed: int, keeps: bool) -> None:
+    """Its finished phase goes on top of the new parameters, unless more rounds passed than rounds.max_staleness."""
+    model, swarm = linear(), Swarm(RoundOutcome(verdict="resync", reason="the swarm is ahead"))
+    reports: list[RoundReport] = []
+    with diloco(model, contract_of(steps=1), swarm, on_round=reports.append) as optimizer:
+        before = flat(list(model.parameters()))
+        there, theta = Position(missed, "ab" * 32, "", tokens=40), torch.randn_like(before)
+        swarm.ahead = there, theta
         train(model, optimizer, 1)
+        assert (optimizer.round, optimizer.outer.lineage, optimizer.tokens) == (missed, "ab" * 32, 40)
+        assert torch.equal(swarm.vectors["theta"], theta)
+        work = swarm.gradients[0]
+        assert torch.equal(flat(list(model.parameters())), theta - work if keeps else theta)
+        assert work.abs().max() > 0
+        assert [report.outcome.verdict for report in reports] == ["resync"]
 
 
 def test_the_end_of_the_network_process_ends_the_step_with_its_reason() -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import opendiloco
 
 LAYERS = """
-errors config settings options flat codec rounds logs metrics shared guard identity outer
+errors config settings options flat codec rounds logs metrics shared guard leave identity outer roundlog checkpoint
 text tokenizer sequences tokens model inner evaluate
-membership connect wire reducer allreduce lobby presence rendezvous groups channel network swarm
-diloco display trainer simulate demo cli __main__ __init__
+membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation
+channel network swarm
+averager diloco display worker trainer simulate demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
-MAY_IMPORT_HIVEMIND = {"membership", "connect", "rendezvous", "groups"}
+MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}
 NEEDS_NO_TORCH = {"errors", "config", "settings", "options", "rounds", "logs", "metrics", "guard", "identity", "cli"}
 
 FOLDER = Path(opendiloco.__file__).parent

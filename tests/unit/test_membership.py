@@ -226,6 +226,7 @@ def progress(**changes: object) -> dict[str, object]:
     now = time.time()
     values = {
         "session": "0123456789abcdef",
+        "committed_tokens": 0,
         "started": now,
         "issued": now,
         "contract": "a" * 64,

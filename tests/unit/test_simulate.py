@@ -26,7 +26,7 @@ from opendiloco.rounds import RoundRequest
 from opendiloco.simulate import SimulatedGroup, simulate
 from opendiloco.tokenizer import load_tokenizer
 from opendiloco.tokens import training_stream
-from opendiloco.trainer import Worker
+from opendiloco.worker import Worker
 
 COMPUTE = ComputeConfig(device="cpu", threads=1)
 NAMES = ("worker-a", "worker-b", "worker-c")

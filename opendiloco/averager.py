@@ -1,0 +1,53 @@
+"""The swarm as the optimizer needs it: implemented by `swarm.Swarm`, and by workers of one process in `simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Protocol
+
+from torch import Tensor
+
+from opendiloco.config import Contract
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
+
+
+class Averager(Protocol):
+    """One worker's membership of a swarm. The vectors `allocate` gives are where both sides exchange numbers."""
+
+    @property
+    def peer_id(self) -> str:
+        """This worker's name in the lists of participants."""
+
+    def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """fp32 vectors (host memory, zeros) that both sides see."""
+
+    def enter(self, contract: Contract, layout: str, position: Position) -> None:
+        """Take part in the run, with the outer state standing at `position`."""
+
+    def catch_up(self) -> Future[Recovery]:
+        """Bring theta and momentum to the head of the swarm's lineage, if that is not here."""
+
+    def begin_phase(self, *, following: bool) -> None:
+        """Training begins from a state that was recovered; following: takes part from the next round on."""
+
+    def wait_for_start(self) -> Future[int]:
+        """Wait until the first round may start; gives the number of workers that are there."""
+
+    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
+        """How far this worker's inner phase is."""
+
+    def average(self, request: RoundRequest) -> Future[RoundOutcome]:
+        """One attempt to average `pseudo_gradient` into `average`."""
+
+    def withdraw(self) -> None:
+        """Give a running `average` up, unless its all-reduce has begun; then its outcome comes soon."""
+
+    def awaited(self) -> str:
+        """Whom a running `average` waits for, in words."""
+
+    def committed(self, position: Position) -> None:
+        """The outer step of a round is done; its hash follows."""
+
+    def set_params_hash(self, round: int, params_hash: str) -> None:
+        """The hash of the state after `round`."""

@@ -1,0 +1,166 @@
+"""One worker's state on disk, complete or absent: outer state, inner optimizer, data position, random state.
+
+A checkpoint is written beside its final name and renamed, by a thread that works on copies; training goes on
+meanwhile. One with values that are not finite is never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from opendiloco.errors import SettingsError
+from opendiloco.rounds import Position
+
+_META, _OUTER, _INNER = "meta.json", "outer.safetensors", "inner.pt"
+FORMAT = 1
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a worker needs to go on as if nothing had happened. Tensors are copies on the host."""
+
+    contract: str
+    """Digest of the run contract."""
+    position: Position
+    outer: dict[str, Tensor]
+    """theta, momentum and, with outer adam, second_moment: fp32 [N]."""
+    inner: dict[str, Any]
+    """State of the inner optimizer."""
+    data: dict[str, Any]
+    """Position in the data (JSON values)."""
+    random: Tensor
+    """State of torch's CPU random generator."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints to a folder, one at a time, and keeps the newest ones."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Begin to write; waits for the one before. A disk that is full costs this checkpoint, not the run."""
+        self.wait()
+        self._writing = self._thread.submit(self._write, checkpoint)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def close(self) -> None:
+        """Finish writing and stop the thread."""
+        self._thread.shutdown()
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        position = checkpoint.position
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in checkpoint.outer.values()):
+            logger.warning("round %d is not checkpointed: its state is not finite", position.round)
+            return
+        final = self._folder / f"round-{position.round:06d}"
+        beside = self._folder / f".{final.name}.{os.getpid()}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
+            save_file(checkpoint.outer, beside / _OUTER)
+            torch.save({"inner": checkpoint.inner, "random": checkpoint.random}, beside / _INNER)
+            meta = {
+                "format": FORMAT,
+                "contract": checkpoint.contract,
+                "position": asdict(position),
+                "data": checkpoint.data,
+            }
+            (beside / _META).write_text(json.dumps(meta))
+            _sync(beside)
+            if final.exists():
+                shutil.rmtree(final)
+            beside.rename(final)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            logger.warning(
+                "round %d could not be checkpointed in %s (%s): training goes on, earlier checkpoints are whole",
+                position.round,
+                self._folder,
+                error,
+            )
+            return
+        for old in checkpoints(self._folder)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in a folder, oldest round first."""
+    found = [path for path in folder.glob("round-*") if (path / _META).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("round-")))
+
+
+def load_checkpoint(resume: str, out: Path, *, contract: str) -> Checkpoint | None:
+    """The checkpoint that --resume names: a folder, or `latest` for the newest in OUT (None if there is none).
+
+    Raises:
+        SettingsError: there is no such checkpoint, it is damaged, or it belongs to another run contract.
+    """
+    if resume == "latest":
+        found = checkpoints(out / "checkpoints")
+        if not found:
+            return None
+        path = found[-1]
+    else:
+        path = Path(resume)
+    try:
+        meta = json.loads((path / _META).read_text())
+        outer = load_file(path / _OUTER)
+        rest = torch.load(path / _INNER, weights_only=True)
+        position = Position(**meta["position"])
+        theirs = str(meta["contract"])
+        checkpoint = Checkpoint(theirs, position, outer, rest["inner"], meta["data"], rest["random"])
+    except FileNotFoundError:
+        raise SettingsError(
+            f"--resume {resume}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN"
+        ) from None
+    except Exception as error:  # whatever a damaged file makes the readers raise
+        raise SettingsError(
+            f"--resume {resume}: {path} is damaged ({type(error).__name__}): name an older checkpoint"
+        ) from None
+    if theirs != contract:
+        raise SettingsError(
+            f"--resume {resume}: {path} belongs to run contract {theirs[:12]}, this run has {contract[:12]}: "
+            f"use the run.toml beside it"
+        )
+    return checkpoint
+
+
+def copy_to_host(value: Any) -> Any:
+    """A deep copy of nested state with all tensors on the host."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copy_to_host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copy_to_host(item) for item in value]
+    return value
+
+
+def _sync(folder: Path) -> None:
+    """Have the files on disk before the rename, so that a power cut leaves no empty ones."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.fsync(file.fileno())

@@ -1,0 +1,182 @@
+"""A worker's part in the rounds of its run: gather, all-reduce, log, and what to do when it is not a commit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+from torch import Tensor
+
+from opendiloco.allreduce import Attempt, Group
+from opendiloco.codec import NonFiniteError, require_finite
+from opendiloco.donor import Donor
+from opendiloco.groups import Groups
+from opendiloco.outer import next_lineage
+from opendiloco.presence import REFRESH_S, Presence
+from opendiloco.recovery import Recoverer
+from opendiloco.rendezvous import Assembly, Rendezvous, RoundCall
+from opendiloco.roundlog import LogEntry
+from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+
+CHECK_S = 1.0  # how often a wait for a group looks whether it still makes sense
+DECISION_POLL_S = 0.1
+
+
+class Participation:
+    """Carries out one attempt at a time; verdicts come from `rounds`."""
+
+    def __init__(
+        self,
+        presence: Presence,
+        rendezvous: Rendezvous,
+        groups: Groups,
+        donor: Donor,
+        recoverer: Recoverer,
+        *,
+        values: Tensor,  # fp32 [N]: this worker's pseudo-gradient
+        average: Tensor,  # fp32 [N]: the outer gradient, after a commit
+        reduces: bool,
+    ) -> None:
+        """Args: `reduces` is whether others can reach this worker, so that it can average a slice for them."""
+        self._presence, self._rendezvous, self._groups = presence, rendezvous, groups
+        self._donor, self._recoverer = donor, recoverer
+        self._values, self._average, self._reduces = values, average, reduces
+        self._gathering: asyncio.Task[Assembly] | None = None
+        self._dropped: dict[str, set[str]] = {}  # group key -> peers that dropped out of its attempts
+        self._last_group = b""
+
+    async def average(self, request: RoundRequest) -> RoundOutcome:
+        """One attempt at the round.
+
+        Raises:
+            NonFiniteError: the pseudo-gradient holds a value that is not finite.
+            SettingsError: this worker must not go on (see `Presence.check_agreement`).
+        """
+        if self._presence.fatal is not None:
+            raise self._presence.fatal
+        if request.weight == 0:
+            return await self._follow()
+        try:
+            require_finite(self._values)  # before others wait for this worker
+        except NonFiniteError:
+            raise NonFiniteError("the pseudo-gradient is not finite: this worker does not contribute to it") from None
+        self._presence.arrive()
+        started = time.monotonic()
+        assembly = await self._gather(request)
+        gathering_s = time.monotonic() - started
+        if assembly is None:
+            return RoundOutcome(verdict="skip", reason="withdrawn", wait_s=gathering_s)
+        if isinstance(assembly, str):
+            return RoundOutcome(verdict="resync", reason=assembly, wait_s=gathering_s)
+        return await self._reduce(assembly, gathering_s)
+
+    def withdraw(self) -> None:
+        """Give a running attempt up, unless its all-reduce has begun."""
+        if self._gathering is not None:
+            self._gathering.cancel()
+
+    async def _gather(self, request: RoundRequest) -> Assembly | str | None:
+        """The group of the round; why it is not for this peer; or None after `withdraw`."""
+        presence, key = self._presence, self._presence.outlook().key
+        await presence.refresh(at_once=True)
+        if (ahead := presence.ahead()) is not None:
+            return ahead
+        if key not in self._dropped:
+            self._dropped = {key: set()}
+        call = RoundCall(
+            key,
+            request.weight,
+            request.tokens,
+            self._groups.bandwidth if self._reduces else 0.0,
+            frozenset(self._dropped[key]),
+            self._last_group,
+        )
+        self._gathering = gathering = asyncio.create_task(self._rendezvous.gather(call))
+        try:
+            while True:
+                await asyncio.wait({gathering}, timeout=CHECK_S)
+                if gathering.cancelled():
+                    return None
+                if gathering.done():
+                    return gathering.result()
+                if presence.fatal is not None:
+                    raise presence.fatal
+                if (ahead := presence.ahead()) is not None:
+                    return ahead
+        finally:
+            gathering.cancel()
+
+    async def _reduce(self, assembly: Assembly, gathering_s: float) -> RoundOutcome:
+        group, started = assembly.group, time.monotonic()
+        key = self._presence.outlook().key
+        self._last_group = group.id
+        self._donor.undecided = True
+        try:
+            attempt = await self._groups.reduce(group, values=self._values, average=self._average)
+            outcome = RoundOutcome(
+                verdict=attempt.verdict,
+                reason="; ".join(f"{peer}: {reason}" for peer, reason in sorted(attempt.failures.items())),
+                live=len(self._presence.outlook().candidates.keys() | set(group.peers)),
+                weights=attempt.weights,
+                tokens=attempt.tokens,
+                digest=attempt.digest,
+                failures=attempt.failures,
+                wait_s=assembly.wait_s,
+                rendezvous_s=max(0.0, gathering_s - assembly.wait_s),
+                allreduce_s=time.monotonic() - started,
+                sent_bytes=attempt.sent_bytes,
+                received_bytes=attempt.received_bytes,
+            )
+            if attempt.verdict == "commit":
+                return replace(outcome, lineage=self._log(attempt))
+        finally:
+            self._donor.undecided = False
+        self._dropped.setdefault(key, set()).update(attempt.failures)
+        if await self._was_committed_by(group):
+            return replace(outcome, verdict="resync", reason=f"others have committed it; {outcome.reason}")
+        return outcome
+
+    def _log(self, attempt: Attempt) -> str:
+        """Keep a committed round for others to fetch; returns its lineage."""
+        before = self._presence.position
+        lineage = next_lineage(
+            before.lineage, round=before.round + 1, weights=attempt.weights, average_digest=attempt.digest
+        )
+        entry = LogEntry(
+            round=before.round + 1,
+            before=before.lineage,
+            lineage=lineage,
+            weights=attempt.weights,
+            tokens=attempt.tokens,
+            digest=attempt.digest,
+            parts=attempt.parts,
+        )
+        self._presence.participants = frozenset(attempt.weights)
+        self._donor.hold()  # until the trainer has done the outer step
+        self._donor.remember(entry, attempt.payload)
+        return lineage
+
+    async def _was_committed_by(self, group: Group) -> bool:
+        """Whether a member of a group that failed here has committed the round; waits while one may still do so."""
+        position, own = self._presence.position, self._presence.peer
+        return any(
+            await asyncio.gather(*(self._ask_until_decided(peer, position) for peer in group.peers if peer != own))
+        )
+
+    async def _ask_until_decided(self, peer: str, position: Position) -> bool:
+        while (answer := await self._recoverer.has_round(peer, position.round + 1, position.lineage)) is None:
+            await asyncio.sleep(DECISION_POLL_S)
+        return answer
+
+    async def _follow(self) -> RoundOutcome:
+        """Wait until the others have committed the round in which this worker arrived; it has no part in it."""
+        presence, started = self._presence, time.monotonic()
+        while (ahead := presence.ahead()) is None:
+            if presence.fatal is not None:
+                raise presence.fatal
+            if len(presence.outlook().candidates) == 1:
+                return RoundOutcome(verdict="skip", reason="the others have gone", wait_s=time.monotonic() - started)
+            await asyncio.sleep(REFRESH_S)
+            await presence.refresh()
+        return RoundOutcome(verdict="resync", reason=ahead, wait_s=time.monotonic() - started)

@@ -1,0 +1,264 @@
+"""Getting to where the swarm is: missed rounds from others' logs, or the whole outer state in chunks from many donors.
+
+The outer step is elementwise, so a chunk that belongs to an older round is brought forward on its own by replaying
+logged averages. Rounds prove themselves by the lineage; a state that was fetched counts only once its hash is the one
+that a worker of the swarm announced for that round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from opendiloco.codec import Codec, CodecError
+from opendiloco.config import OuterConfig
+from opendiloco.donor import STATE_VECTORS, UNDECIDED, Ask, ChunkHeader
+from opendiloco.errors import SwarmError
+from opendiloco.outer import OuterState, outer_step, params_hash
+from opendiloco.roundlog import MAX_HEADER_BYTES, LogEntry, LogError, decode_average
+from opendiloco.rounds import Position, Recovery
+from opendiloco.wire import FrameKind, Stream, WireError
+
+CHUNK_VALUES = 1 << 18
+STREAMS_PER_DONOR = 2
+MAX_DONORS = 8
+MAX_ATTEMPTS = 5
+HASH_WAIT_S = 20.0
+POLL_S = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The heaviest lineage in sight, and who has it."""
+
+    position: Position
+    donors: tuple[str, ...]
+
+
+class _Failed(Exception):
+    """This attempt at recovering came to nothing; the message says why."""
+
+
+class Recoverer:
+    """Brings the outer state in shared memory to the head of the swarm's lineage."""
+
+    def __init__(
+        self,
+        vectors: Mapping[str, Tensor],
+        codec: Codec,
+        outer: OuterConfig,
+        *,
+        connect: Callable[[str], Awaitable[Stream]],
+        find_goal: Callable[[Position], Awaitable[Goal | None]],
+        announced_hash: Callable[[Position], str | None],
+        remember: Callable[[LogEntry, list[memoryview]], None],
+    ) -> None:
+        """Args: `find_goal` says where the swarm is, if not here; `announced_hash` what others say of a state."""
+        self._codec, self._outer, self._connect = codec, outer, connect
+        self._find_goal, self._announced_hash, self._remember = find_goal, announced_hash, remember
+        self._vectors = [vectors[name] for name in STATE_VECTORS]
+        self._average = vectors["average"]
+        self._numel = self._average.numel()
+
+    async def catch_up(self, start: Position) -> Recovery:
+        """Move the state from `start` to the head; returns where that is and what it took.
+
+        Raises:
+            SwarmError: no donor could provide a state that checks out.
+        """
+        self._received_bytes, self._replayed, self._full_state = 0, 0, False
+        self._used: set[str] = set()
+        position, reasons = start, list[str]()
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                position = await self._approach(position)
+                if self._full_state:
+                    position = await self._confirm(position)
+            except _Failed as failure:
+                reasons.append(str(failure))
+                logger.warning("recovery starts over: %s", failure)
+                position = replace(position, tokens=-1, lineage="")  # of no use: anything is heavier
+                continue
+            return Recovery(
+                position=position,
+                donors=tuple(sorted(self._used)),
+                received_bytes=self._received_bytes,
+                rounds_replayed=self._replayed,
+                full_state=self._full_state,
+            )
+        raise SwarmError(f"the state of the run could not be fetched ({reasons[-1]}): start this worker again")
+
+    async def _approach(self, position: Position) -> Position:
+        """Replay or fetch until nobody is ahead."""
+        while (goal := await self._find_goal(position)) is not None:
+            following = None
+            if position.lineage and self._is_replay_cheaper(goal.position.round - position.round):
+                following = await self._replay_one(position, goal.donors)
+            if following is not None:
+                position = following
+            else:
+                position = await self._fetch_state(goal.donors[:MAX_DONORS])
+                if position.tokens < goal.position.tokens:
+                    raise _Failed("the donors are behind what they announced")
+        return position
+
+    def _is_replay_cheaper(self, rounds: int) -> bool:
+        """Than fetching theta and momentum; with int8 up to seven missed rounds are."""
+        state_bytes = 4 * sum(vector.numel() for vector in self._vectors)
+        return rounds * self._codec.wire_bytes(self._numel) <= state_bytes
+
+    async def _confirm(self, position: Position) -> Position:
+        """Wait until somebody has announced the hash of this round (or of one that can be replayed to)."""
+        for _ in range(int(HASH_WAIT_S / POLL_S)):
+            announced = self._announced_hash(position)
+            if announced is not None:
+                found = await asyncio.to_thread(params_hash, self._state(position, slice(None)))
+                if found != announced:
+                    raise _Failed(f"the state of round {position.round} has another hash than the swarm announced")
+                return replace(position, params_hash=found)
+            await asyncio.sleep(POLL_S)
+            position = await self._approach(position)
+        raise _Failed(f"nobody announced the hash of round {position.round}")
+
+    # --- rounds ------------------------------------------------------------------------------------------
+
+    async def _replay_one(self, position: Position, donors: Sequence[str]) -> Position | None:
+        """Apply the next round on this lineage to the whole state, if a donor has it."""
+        entry = await self._fetch_round(position.round + 1, position.lineage, donors)
+        if entry is None:
+            return None
+        await asyncio.to_thread(outer_step, self._state(position, slice(None)), self._average, self._outer)
+        self._replayed += 1
+        return Position(entry.round, entry.lineage, "", position.tokens + sum(entry.tokens.values()))
+
+    async def _fetch_round(self, round: int, before: str, donors: Sequence[str]) -> LogEntry | None:
+        for donor in random.sample(donors, len(donors)):
+            try:
+                stream = await self._connect(donor)
+            except WireError as error:
+                logger.info("donor %s: %s", donor, error)
+                continue
+            try:
+                ask = Ask(what="round", round=round, before=before)
+                await stream.send(FrameKind.REQUEST, ask.model_dump_json().encode())
+                header = await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
+                entry = LogEntry.unpack(header, numel=self._numel)
+                if (entry.round, entry.before) != (round, before):
+                    raise LogError("another round than the one asked for")
+                _, payload = await stream.receive({FrameKind.DATA: entry.payload_bytes(self._codec)})
+                decode_average(entry, payload, self._codec, self._average)
+            except (WireError, LogError, CodecError) as error:
+                logger.info("donor %s: %s", donor, error)
+                continue
+            finally:
+                self._received_bytes += stream.received_bytes
+                stream.close()
+            self._used.add(donor)
+            self._remember(entry, [memoryview(payload)])
+            return entry
+        return None
+
+    async def has_round(self, peer: str, round: int, before: str) -> bool | None:
+        """Whether a peer has committed that round on top of lineage `before`; None while it may still do so."""
+        try:
+            stream = await self._connect(peer)
+        except WireError:
+            return False
+        try:
+            ask = Ask(what="round", round=round, before=before)
+            await stream.send(FrameKind.REQUEST, ask.model_dump_json().encode())
+            await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
+        except WireError as error:
+            return None if UNDECIDED in str(error) else False
+        finally:
+            stream.close()
+        return True
+
+    # --- the whole state ---------------------------------------------------------------------------------
+
+    async def _fetch_state(self, donors: Sequence[str]) -> Position:
+        """Fetch all chunks from several donors at once, then bring those forward that are behind."""
+        self._full_state = True
+        waiting = deque(range(0, self._numel, CHUNK_VALUES))
+        tags: dict[int, ChunkHeader] = {}
+        remaining = list(donors)
+        while waiting and remaining:
+            pulls = [self._pull(donor, waiting, tags) for donor in remaining for _ in range(STREAMS_PER_DONOR)]
+            fine = await asyncio.gather(*pulls)
+            remaining = [donor for index, donor in enumerate(remaining) if all(fine[index * 2 : index * 2 + 2])]
+        if waiting or not donors:
+            raise _Failed("every donor failed before all chunks were there")
+        return await self._align(tags, donors)
+
+    async def _pull(self, donor: str, waiting: deque[int], tags: dict[int, ChunkHeader]) -> bool:
+        """Fetch chunks from one donor while there are any; False when it failed (its chunk waits again)."""
+        try:
+            stream = await self._connect(donor)
+        except WireError as error:
+            logger.info("donor %s: %s", donor, error)
+            return False
+        try:
+            while waiting:
+                start = waiting.popleft()
+                try:
+                    tags[start] = await self._fetch_chunk(start, stream)
+                except (WireError, ValidationError) as error:
+                    waiting.append(start)
+                    logger.info("donor %s: %s", donor, error)
+                    return False
+                self._used.add(donor)
+        finally:
+            self._received_bytes += stream.received_bytes
+            stream.close()
+        return True
+
+    async def _fetch_chunk(self, start: int, stream: Stream) -> ChunkHeader:
+        stop = min(start + CHUNK_VALUES, self._numel)
+        await stream.send(FrameKind.REQUEST, Ask(what="chunk", start=start, stop=stop).model_dump_json().encode())
+        header = ChunkHeader.model_validate_json(await stream.receive_text(FrameKind.HEADER, max_bytes=1024))
+        vectors = [vector for vector in self._vectors if vector.numel()]
+        _, data = await stream.receive({FrameKind.DATA: 4 * (stop - start) * len(vectors)})
+        size = 4 * (stop - start)
+        for index, vector in enumerate(vectors):
+            piece = torch.frombuffer(data, dtype=torch.float32, count=stop - start, offset=index * size)
+            vector[start:stop].copy_(piece)
+        return header
+
+    async def _align(self, tags: dict[int, ChunkHeader], donors: Sequence[str]) -> Position:
+        """Replay logged rounds for the chunks that are behind the newest one."""
+        lineages = {tag.round: tag.lineage for tag in tags.values()}
+        if any(lineages[tag.round] != tag.lineage for tag in tags.values()):
+            raise _Failed("donors are on different lineages")
+        newest = max(tags.values(), key=lambda tag: tag.round)
+        lineage = lineages[min(lineages)]
+        for round in range(min(lineages) + 1, newest.round + 1):
+            entry = await self._fetch_round(round, lineage, donors)
+            if entry is None or lineages.get(round, entry.lineage) != entry.lineage:
+                raise _Failed(f"round {round} is not in any donor's log")
+            for start, tag in tags.items():
+                if tag.round == round - 1:
+                    await asyncio.to_thread(self._step_chunk, start, round - 1)
+                    tags[start] = tag.model_copy(update={"round": round})
+            lineage = entry.lineage
+            self._replayed += 1
+        return Position(newest.round, newest.lineage, "", newest.tokens)
+
+    def _step_chunk(self, start: int, round: int) -> None:
+        chunk = slice(start, min(start + CHUNK_VALUES, self._numel))
+        outer_step(self._state(Position(round, "", ""), chunk), self._average[chunk], self._outer)
+
+    def _state(self, position: Position, chunk: slice) -> OuterState:
+        theta, momentum, second_moment = self._vectors
+        return OuterState(
+            theta[chunk], momentum[chunk], second_moment[chunk], round=position.round, lineage=position.lineage
+        )

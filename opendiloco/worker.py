@@ -1,0 +1,278 @@
+"""A replica, its data and its optimizer in a run: H inner steps a round, and what is written down about them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from opendiloco.averager import Averager
+from opendiloco.checkpoint import Checkpoint, CheckpointWriter, copy_to_host
+from opendiloco.diloco import DiLoCo, RoundReport
+from opendiloco.display import Display, round_line
+from opendiloco.errors import OpendilocoError
+from opendiloco.evaluate import validation_loss
+from opendiloco.inner import InnerStepResult, choose_device, inner_step, learning_rate, make_inner_optimizer
+from opendiloco.leave import Leave
+from opendiloco.metrics import EvalEvent, InnerStepEvent, JoinEvent, LeaveEvent, MetricsLog, RoundEvent
+from opendiloco.model import build_model, count_parameters, save_model
+from opendiloco.rounds import Position
+from opendiloco.settings import Settings
+from opendiloco.tokenizer import load_tokenizer
+from opendiloco.tokens import training_stream, validation_batches
+
+REPORT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """A replica, its data and its optimizer in a run. `swarm` is the real one, or a simulated one."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        swarm: Averager,
+        metrics: MetricsLog,
+        *,
+        stream: str,
+        leaving: Callable[[], bool] = lambda: False,
+        display: Display | None = None,
+        checkpoint: Checkpoint | None = None,
+        writer: CheckpointWriter | None = None,
+    ) -> None:
+        """Build everything and enter the run.
+
+        Args:
+            stream: names this worker's share of the data (its peer id).
+            checkpoint: where to go on.
+            writer: takes this worker's checkpoints.
+        """
+        started = time.monotonic()
+        self.contract, self._compute, self._log = settings.contract, settings.peer.compute, settings.peer.log
+        self._metrics, self._leaving, self._display = metrics, leaving, display
+        self._swarm = swarm
+        self._device = choose_device(self._compute)
+        contract = self.contract
+        self.tokenizer = load_tokenizer(contract.data.tokenizer)
+        seed, batch_size = contract.run.seed, contract.inner.batch_size
+        self._stream = training_stream(contract.data, self.tokenizer, seed=seed, stream=stream, batch_size=batch_size)
+        self._validation = validation_batches(contract.data, self.tokenizer, batch_size=batch_size)
+        seq_len, vocab_size = contract.data.seq_len, self.tokenizer.vocab_size
+        self.model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=seed).to(self._device)
+        self._reports: list[RoundReport] = []
+        self._losses: list[float] = []
+        self._resumed = checkpoint is not None
+        self._every_rounds, self._writer = settings.peer.checkpoint.every_rounds, writer
+        inner = make_inner_optimizer(self.model, contract.inner)
+        if checkpoint is not None:
+            inner.load_state_dict(checkpoint.inner)
+            self._stream.load_state_dict(checkpoint.data)
+            torch.set_rng_state(checkpoint.random)
+        self.optimizer = DiLoCo(
+            inner,
+            self.model,
+            swarm,
+            contract,
+            start=(checkpoint.position, checkpoint.outer) if checkpoint is not None else None,
+            on_round=self._reports.append,
+            leaving=leaving,
+        )
+        self._announce_join(time.monotonic() - started)
+
+    def train(self) -> None:
+        """Train until the run's last round is committed, or until the user asks to leave."""
+        reason = "finished"
+        self._phase_started, self._reported = time.monotonic(), 0.0
+        try:
+            self._evaluate()
+            while self.optimizer.round < self.contract.run.rounds:
+                if self._leaving():
+                    raise Leave
+                self._step()
+        except Leave:
+            reason = "asked to leave"
+        finally:
+            self._write_rounds()
+            self.optimizer.finish()
+        self.optimizer.write_outer_parameters()
+        self._metrics.write(LeaveEvent(round=self.optimizer.round, reason=reason))
+
+    def save(self, folder: Path) -> None:
+        """Write the outer parameters as a Hugging Face folder."""
+        save_model(self.model, self.tokenizer, folder)
+
+    # --- inner phase -------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        contract, optimizer = self.contract, self.optimizer
+        in_round = optimizer.inner_steps
+        step = optimizer.round * contract.inner.steps + in_round
+        lr = learning_rate(step, config=contract.inner, total_steps=contract.run.rounds * contract.inner.steps)
+        tokens = next(self._stream).to(self._device)
+        optimizer.count_tokens(tokens.numel())
+        result = inner_step(
+            self.model,
+            optimizer,
+            tokens,
+            config=contract.inner,
+            lr=lr,
+            micro_batch_size=self._compute.micro_batch_size,
+            precision=self._compute.precision,
+        )
+        if not result.finite:
+            raise OpendilocoError(
+                f"loss {result.loss} with gradient norm {result.grad_norm} at inner step {step}: "
+                f"lower inner.lr or raise inner.warmup_steps"
+            )
+        self._losses.append(result.loss)
+        self._report_step(result, lr=lr, step=step)
+        if self._reports:
+            committed = self._reports[-1].outcome.verdict == "commit"
+            self._write_rounds()
+            if committed:
+                self._evaluate()
+                self._checkpoint()
+            self._phase_started = time.monotonic()
+
+    def _report_step(self, result: InnerStepResult, *, lr: float, step: int) -> None:
+        contract, now = self.contract, time.monotonic()
+        in_round = step % contract.inner.steps + 1
+        step_s = (now - self._phase_started) / len(self._losses)
+        tokens_per_s = result.tokens / max(step_s, 1e-9)
+        if self._display is not None:
+            self._display.inner_step(in_round, loss=result.loss, tokens_per_s=tokens_per_s)
+        if now - self._reported > REPORT_S and in_round < contract.inner.steps:
+            self._reported = now
+            finish_in_s = (contract.inner.steps - in_round) * step_s
+            self._swarm.report(in_round, tokens_per_s=tokens_per_s, finish_in_s=finish_in_s)
+        if (step + 1) % self._log.every_steps == 0:
+            self._metrics.write(
+                InnerStepEvent(
+                    round=step // contract.inner.steps,
+                    inner_step=in_round,
+                    global_inner_step=step,
+                    loss=result.loss,
+                    lr=lr,
+                    grad_norm=result.grad_norm,
+                    tokens_seen=(step + 1) * result.tokens,
+                    tokens_per_s=tokens_per_s,
+                )
+            )
+
+    # --- between rounds ----------------------------------------------------------------------------------
+
+    def _write_rounds(self) -> None:
+        """Metrics and log of the attempts at the round that has just ended."""
+        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
+        for report in self._reports:
+            if report.params_hash is None:
+                self._write_round(report, loss)
+            else:  # in the thread that hashes, when it is done
+                report.params_hash.add_done_callback(partial(self._write_hashed_round, report, loss))
+        self._reports.clear()
+        self._losses.clear()
+
+    def _write_hashed_round(self, report: RoundReport, loss: float, _: Future[str]) -> None:
+        self._write_round(report, loss)
+
+    def _write_round(self, report: RoundReport, loss: float) -> None:
+        event = round_event(report, loss=loss, codec=self.contract.outer.codec)
+        self._metrics.write(event)
+        if self._display is not None:
+            self._display.round(event, live=report.outcome.live)
+        line = round_line(event, live=report.outcome.live, reason=report.outcome.reason)
+        logger.log(logging.INFO if event.verdict == "commit" else logging.WARNING, line)
+
+    def _evaluate(self) -> None:
+        """Validation loss of the outer parameters, which the model holds between two rounds."""
+        loss, tokens = validation_loss(self.model, self._validation, precision=self._compute.precision)
+        event = EvalEvent(round=self.optimizer.round, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
+        self._metrics.write(event)
+        if self._display is not None:
+            self._display.evaluation(loss)
+        logger.info("round %d | validation loss %.4f | perplexity %.2f", event.round, loss, event.perplexity)
+
+    def _checkpoint(self) -> None:
+        """Begin to write a checkpoint, if one is due."""
+        optimizer = self.optimizer
+        if self._writer is None or not self._every_rounds or optimizer.round % self._every_rounds:
+            return
+        outer = optimizer.outer
+        vectors = {"theta": outer.theta, "momentum": outer.momentum, "second_moment": outer.second_moment}
+        self._writer.write(
+            Checkpoint(
+                contract=self.contract.digest,
+                position=Position(outer.round, outer.lineage, "", optimizer.tokens),
+                outer={name: vector.clone() for name, vector in vectors.items() if vector.numel()},
+                inner=copy_to_host(optimizer.state_dict()),
+                data=self._stream.state_dict(),
+                random=torch.get_rng_state(),
+            )
+        )
+
+    def _announce_join(self, seconds_s: float) -> None:
+        optimizer, recovery = self.optimizer, self.optimizer.recovery
+        self._metrics.write(
+            JoinEvent(
+                round=optimizer.round,
+                lineage=optimizer.outer.lineage,
+                source="swarm" if recovery.donors else "checkpoint" if self._resumed else "fresh",
+                donors=recovery.donors,
+                received_bytes=recovery.received_bytes,
+                seconds_s=seconds_s,
+                params_hash=optimizer.params_hash,
+            )
+        )
+        if recovery.donors:
+            logger.info(
+                "joined at round %d, inner step %d: %.1f MB from %d donors, %d rounds replayed",
+                optimizer.round,
+                optimizer.inner_steps,
+                recovery.received_bytes / 1e6,
+                len(recovery.donors),
+                recovery.rounds_replayed,
+            )
+        logger.info(
+            "run %s: %d workers | %s, %.2f M parameters | %d rounds of %d inner steps | replica %s",
+            self.contract.run.id,
+            optimizer.workers,
+            self.contract.model.name,
+            count_parameters(self.model) / 1e6,
+            self.contract.run.rounds,
+            self.contract.inner.steps,
+            optimizer.params_hash[:12],
+        )
+
+
+def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:
+    """The metrics line of one attempt at a round."""
+    outcome = report.outcome
+    return RoundEvent(
+        round=report.round,
+        verdict=outcome.verdict,
+        participants=sorted(outcome.weights),
+        weights=dict(outcome.weights),
+        lineage=report.lineage,
+        params_hash=report.params_hash.result() if report.params_hash is not None else None,
+        loss=loss,
+        inner_steps=report.inner_steps,
+        tokens=report.tokens,
+        swarm_tokens=sum(outcome.tokens.values()),
+        inner_s=report.inner_s,
+        wait_s=outcome.wait_s,
+        rendezvous_s=outcome.rendezvous_s,
+        allreduce_s=outcome.allreduce_s,
+        outer_s=report.outer_s,
+        sent_bytes=outcome.sent_bytes,
+        received_bytes=outcome.received_bytes,
+        codec=codec,
+        pseudo_gradient_norm=report.pseudo_gradient_norm,
+        outer_gradient_norm=report.outer_gradient_norm,
+    )

@@ -1,0 +1,123 @@
+"""The round log: entries prove themselves, files are whole or absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import blake3
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opendiloco.codec import get_codec
+from opendiloco.outer import next_lineage
+from opendiloco.roundlog import LogEntry, LogError, RoundLog, decode_average
+
+CODEC = get_codec("int8")
+GENESIS = "ab" * 32
+
+
+def make(
+    round: int = 1, before: str = GENESIS, sizes: tuple[int, ...] = (1024, 5)
+) -> tuple[LogEntry, list[memoryview]]:
+    torch.manual_seed(round)
+    payload = [memoryview(CODEC.encode(torch.randn(size)).numpy().data) for size in sizes]
+    digest = blake3.blake3(b"".join(payload)).hexdigest()
+    weights = {"a": 1.0, "b": 2.5}
+    lineage = next_lineage(before, round=round, weights=weights, average_digest=digest)
+    entry = LogEntry(
+        round=round,
+        before=before,
+        lineage=lineage,
+        weights=weights,
+        tokens={"a": 10, "b": 20},
+        digest=digest,
+        parts=list(sizes),
+    )
+    return entry, payload
+
+
+def test_an_entry_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    log = RoundLog(tmp_path, keep=4)
+    entry, payload = make()
+    log.append(entry, payload)
+    stored = log.read(1)
+    assert stored is not None
+    assert LogEntry.unpack(stored[0], numel=1029) == entry
+    decoded, expected = torch.empty(1029), torch.empty(1029)
+    decode_average(entry, stored[1], CODEC, decoded)
+    decode_average(entry, b"".join(payload), CODEC, expected)
+    assert torch.equal(decoded, expected)
+
+
+def test_only_the_newest_rounds_are_kept_by_number_not_by_text(tmp_path: Path) -> None:
+    log = RoundLog(tmp_path, keep=3)
+    before = GENESIS
+    for round in range(8, 13):
+        entry, payload = make(round, before)
+        log.append(entry, payload)
+        before = entry.lineage
+    assert log.rounds() == [10, 11, 12]
+    assert log.read(8) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"round": 2}, {"before": "cd" * 32}, {"weights": {"a": 1.0}}, {"digest": "00" * 32}]
+)
+def test_a_changed_header_does_not_match_its_lineage(change: dict[str, object]) -> None:
+    entry, _ = make()
+    with pytest.raises(LogError, match="lineage"):
+        LogEntry.unpack(entry.model_copy(update=change).pack(), numel=1029)
+
+
+def test_a_changed_payload_is_refused() -> None:
+    entry, payload = make()
+    data = bytearray(b"".join(payload))
+    data[100] ^= 1
+    with pytest.raises(LogError, match="bytes of round 1"):
+        decode_average(entry, data, CODEC, torch.empty(1029))
+    with pytest.raises(LogError, match="bytes of round 1"):
+        decode_average(entry, data[:-1], CODEC, torch.empty(1029))
+
+
+def test_an_entry_for_another_model_is_refused() -> None:
+    entry, _ = make()
+    with pytest.raises(LogError, match="1029 values"):
+        LogEntry.unpack(entry.pack(), numel=1030)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_garbage_is_refused_and_nothing_else_is_raised(data: bytes) -> None:
+    with pytest.raises(LogError):
+        LogEntry.unpack(data, numel=1)
+
+
+def test_a_cut_file_and_a_leftover_are_never_read(tmp_path: Path) -> None:
+    log = RoundLog(tmp_path, keep=4)
+    entry, payload = make()
+    log.append(entry, payload)
+    path = next(tmp_path.glob("round-*"))
+    (tmp_path / ".round-00000002.bin").write_bytes(path.read_bytes())
+    path.write_bytes(path.read_bytes()[:6])
+    again = RoundLog(tmp_path, keep=4)
+    assert again.read(1) is None
+    assert again.rounds() == [1]
+    assert not list(tmp_path.glob(".round-*"))
+
+
+def test_a_full_disk_leaves_the_entries_before_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RoundLog(tmp_path, keep=4)
+    first, payload = make()
+    log.append(first, payload)
+    second, more = make(2, first.lineage)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("opendiloco.roundlog.os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        log.append(second, more)
+    assert log.rounds() == [1]
+    assert not list(tmp_path.glob(".round-*"))
