@@ -58,6 +58,7 @@ def to_record(cell: Cell, cells: Sequence[Cell]) -> dict[str, object]:
         "seconds_min": min(seconds),
         "seconds_max": max(seconds),
         "repetitions": len(seconds),
+        "failed": len(cell.problems),
         "rendezvous_s": cell.median("rendezvous_s"),
         "allreduce_s": cell.median("allreduce_s"),
         "ratio_to_hivemind_fp16": ratio(cell, cells),
@@ -166,6 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "differ: largest difference between replicas. others: CPU time that everything else on the machine took.",
         highlight=False,
     )
+    for cell in cells:
+        for problem in cell.problems:
+            console.print(
+                f"failed and repeated: {cell.system.label}, {cell.workers} workers: {problem}", highlight=False
+            )
     for claim, measured, holds in bars(cells):
         word = "not measured" if holds is None else "pass" if holds else "FAIL"
         console.print(f"{word}: {claim}{f': {measured}' if measured else ''}", highlight=False)
