@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -76,6 +77,8 @@ def _own_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(_own_session: None) -> Iterator[None]:
     """Fails the test that leaves something running or lying about."""
+    if "torch" in sys.modules:  # hivemind has torch share tensors through files in /dev/shm once it is imported
+        sys.modules["torch"].multiprocessing.set_sharing_strategy("file_descriptor")
     before = Inventory.take()
     yield
     if left := _clean_up_after(before):
