@@ -47,6 +47,8 @@ class Group:
 
     id: bytes
     members: tuple[Member, ...]
+    quorum: int = 1
+    """Fewest of them that may commit: more than half of the workers that were alive at the start."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -184,7 +186,7 @@ class AllReduce:
         parts = [part for parts in self._plan for part in parts]
         missing = sum(part not in self._results for part in parts)
         masks = {self._contributors(mask) for _, mask in self._results.values()}
-        decision = verdict(self.group.peers, masks, missing)
+        decision = verdict(self.group.peers, masks, missing, quorum=self.group.quorum)
         committed = next(iter(masks), frozenset(self.group.peers)) if decision == "commit" else frozenset()
         digest = blake3.blake3()
         for part in parts:

@@ -15,6 +15,9 @@ from typing import Any
 from opendiloco.errors import SwarmError
 
 
+CLOSE_LIMIT_S = 5.0
+
+
 class Caller:
     """The trainer's end. Calls may overlap; a call that waits is answered by a thread that reads the replies."""
 
@@ -58,7 +61,7 @@ class Caller:
 
     def close(self) -> None:
         """Let go of the connection, after the network process has ended."""
-        self._reader.join()
+        self._reader.join(CLOSE_LIMIT_S)
         self._connection.close()
 
     def _read(self) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from opendiloco.allreduce import Group, Member
-from opendiloco.rounds import Gathering, reduce_shares, start_time
+from opendiloco.rounds import Gathering, quorum_size, reduce_shares, start_time
 
 REFRESH_S = 1.0  # between two looks at membership while somebody waits
 MAX_MEMBERS = 1024
@@ -47,6 +47,8 @@ class Place(BaseModel):
     share: Annotated[float, Field(ge=0, le=1)]
     wait_s: Annotated[float, Field(ge=0)]
     """From the member's arrival to the last one."""
+    quorum: Annotated[int, Field(ge=1, le=MAX_MEMBERS)]
+    """Fewest members that may commit; the same for all."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Lobby:
             start = start_time(self._gathering(outlook()), quorum=rules.quorum, deadline=rules.deadline)
             if outlook().is_behind:
                 start = None
-            if start is not None and start <= now and self._start():
+            if start is not None and start <= now and self._start(rules, outlook()):
                 return
             pause_s = REFRESH_S if start is None else min(REFRESH_S, max(start - now, 0.0))
             with contextlib.suppress(TimeoutError):
@@ -149,13 +151,14 @@ class Lobby:
             gone=frozenset(peer for arrival in self._arrivals.values() for peer in arrival.offer.gone),
         )
 
-    def _start(self) -> bool:
+    def _start(self, rules: Rules, outlook: Outlook) -> bool:
         """Fix the members; False when nobody among them could reduce."""
         peers = sorted(self._arrivals)[:MAX_MEMBERS]
         offers = {peer: self._arrivals[peer].offer for peer in peers}
         if all(offer.bandwidth == 0 for offer in offers.values()):
             return False
         last = max(arrival.time for arrival in self._arrivals.values())
+        live = self._arrivals.keys() | outlook.candidates.keys()
         shares = reduce_shares([offers[peer].bandwidth for peer in peers])
         places = {
             peer: Place(
@@ -163,6 +166,7 @@ class Lobby:
                 tokens=offers[peer].tokens,
                 share=share,
                 wait_s=last - self._arrivals[peer].time,
+                quorum=quorum_size(len(live), rules.quorum),
             )
             for peer, share in zip(peers, shares, strict=True)
         }
@@ -173,4 +177,4 @@ class Lobby:
 def group_of(group_id: bytes, places: Mapping[str, Place]) -> Group:
     """The group with these places."""
     members = (Member(peer, place.weight, place.tokens, place.share) for peer, place in sorted(places.items()))
-    return Group(group_id, tuple(members))
+    return Group(group_id, tuple(members), max(place.quorum for place in places.values()))

@@ -7,6 +7,7 @@ owner: it is checked for type and size here, and nothing is allocated from it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ MAX_RECORD_BYTES = 64 * 1024
 MAX_LIFETIME_S = 300.0
 CONTRACT_LIFETIME_S = 60.0
 CONTRACT_COPIES = 3
+READ_LIMIT_S = 10.0
 RUNS_KEY = "opendiloco.runs"
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -173,7 +175,8 @@ class Membership:
 
     async def _read(self, key: str) -> dict[str, tuple[Any, float]]:
         """Values under a key and when they expire, by subkey."""
-        found = await self.node.get(key, latest=True)
+        async with asyncio.timeout(READ_LIMIT_S):
+            found = await self.node.get(key, latest=True)
         if found is None or not isinstance(found.value, dict):
             return {}
         now = time.time()

@@ -222,12 +222,15 @@ def plan_parts(numel: int, shares: Sequence[float], *, alignment: int) -> tuple[
     return tuple(plan)
 
 
-def verdict(members: Collection[str], masks: Collection[frozenset[str]], missing_parts: int) -> Verdict:
+def verdict(
+    members: Collection[str], masks: Collection[frozenset[str]], missing_parts: int, *, quorum: int = 1
+) -> Verdict:
     """What one all-reduce of `members` comes to at a peer that got parts averaged over `masks`.
 
-    Commit only with every part, all of them over the same peers: whoever is in the average is in all of it.
+    Commit only with every part, all of them over the same peers: whoever is in the average is in all of it. Those
+    peers must still be a quorum: a group that lost members may have left enough of them to form another one.
     """
     if missing_parts or len(set(masks)) > 1:
         return "retry"
     only = next(iter(set(masks)), frozenset(members))
-    return "commit" if only else "retry"
+    return "commit" if len(only) >= quorum else "retry"

@@ -315,3 +315,10 @@ def test_commit_exactly_when_every_part_came_and_all_hold_the_same_peers(members
             for missing in (0, 1, 2):
                 whole = missing == 0 and len(set(masks)) <= 1 and all(masks)
                 assert verdict(members, masks, missing) == ("commit" if whole else "retry"), (masks, missing)
+
+
+@pytest.mark.parametrize("quorum", [1, 2, 3, 4])
+def test_a_group_that_shrank_below_the_quorum_commits_nothing(quorum: int) -> None:
+    for contributors in subsets("abcd"):
+        found = verdict("abcd", [contributors], 0, quorum=quorum)
+        assert found == ("commit" if len(contributors) >= quorum else "retry")

@@ -1,0 +1,114 @@
+"""Recovery between real peers: whoever missed rounds, or never was there, ends with the bits of the others."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from opendiloco.config import OuterConfig
+from opendiloco.errors import SwarmError
+from opendiloco.outer import OuterState, outer_step, params_hash
+from opendiloco.rounds import Position, Recovery
+
+if TYPE_CHECKING:
+    from conftest import Network, Peer
+
+SIZE = 300_001
+ZERO = "0" * 64
+
+
+def state_of(peer: Peer) -> OuterState:
+    vectors = peer.vectors
+    return OuterState(vectors["theta"], vectors["momentum"], vectors["second_moment"], round=peer.position.round)
+
+
+def play_rounds(network: Network, workers: list[Peer], count: int) -> None:
+    """Rounds as trainers do them: random pseudo-gradients, the outer step, the hash of what it gives."""
+    for round in range(count):
+        generator = torch.Generator().manual_seed(round)
+        for peer in workers:
+            peer.vectors["pseudo_gradient"].normal_(generator=generator)
+        futures = [peer.average() for peer in workers]
+        for peer, future in zip(workers, futures, strict=True):
+            outcome = future.result(30)
+            assert outcome.verdict == "commit", outcome
+            state = state_of(peer)
+            outer_step(state, peer.vectors["average"], OuterConfig())
+            peer.commit(outcome)
+            network.run(peer.process.set_params_hash(peer.position.round, params_hash(state)))
+
+
+def join(network: Network, workers: list[Peer]) -> tuple[Peer, Future[Any]]:
+    """A worker that begins from nothing, on its way to the others."""
+    newcomer = network.peers(1, workers[0].addresses)[0]
+    contract = network.contract(2)
+    newcomer.enter(contract, size=SIZE, position=Position(0, ZERO, ZERO))
+    return newcomer, network.start(newcomer.process.catch_up())
+
+
+def check_identical(newcomer: Peer, worker: Peer, recovery: Recovery) -> None:
+    for name in ("theta", "momentum"):
+        assert torch.equal(newcomer.vectors[name], worker.vectors[name])
+    assert (recovery.position.round, recovery.position.lineage) == (worker.position.round, worker.position.lineage)
+    assert recovery.position.tokens == worker.position.tokens
+
+
+def test_a_few_missed_rounds_are_replayed_from_the_log(network: Network) -> None:
+    workers = network.workers(2, contract=network.contract(2), size=SIZE)
+    play_rounds(network, workers, 3)
+    newcomer, recovering = join(network, workers)
+    recovery = recovering.result(30)
+    check_identical(newcomer, workers[0], recovery)
+    assert (recovery.rounds_replayed, recovery.full_state) == (3, False)
+    assert recovery.received_bytes < 4 * 1.1 * SIZE
+
+
+def test_a_joiner_fetches_the_state_from_several_donors_when_that_is_less(network: Network) -> None:
+    workers = network.workers(2, contract=network.contract(2), size=SIZE)
+    play_rounds(network, workers, 10)
+    newcomer, recovering = join(network, workers)
+    recovery = recovering.result(30)
+    check_identical(newcomer, workers[0], recovery)
+    assert recovery.full_state
+    assert set(recovery.donors) <= {peer.peer_id for peer in workers}
+    assert recovery.received_bytes < 8 * 1.1 * SIZE
+
+
+def test_a_joiner_takes_part_in_the_next_round(network: Network) -> None:
+    workers = network.workers(2, contract=network.contract(2), size=SIZE)
+    play_rounds(network, workers, 2)
+    newcomer, recovering = join(network, workers)
+    newcomer.position = recovering.result(30).position
+    network.run(newcomer.process.begin_phase(False))
+    play_rounds(network, [*workers, newcomer], 1)
+    assert torch.equal(newcomer.vectors["theta"], workers[0].vectors["theta"])
+    assert newcomer.position == workers[0].position
+
+
+def test_a_state_with_another_hash_than_the_swarm_announced_is_never_used(network: Network) -> None:
+    workers = network.workers(2, contract=network.contract(2), size=SIZE)
+    play_rounds(network, workers, 10)
+    for peer in workers:
+        network.run(peer.process.set_params_hash(peer.position.round, "f" * 64))
+    _, recovering = join(network, workers)
+    with pytest.raises(SwarmError, match="another hash than the swarm announced"):
+        recovering.result(60)
+
+
+def test_a_donor_that_goes_away_is_replaced_by_another_one(network: Network) -> None:
+    workers = network.workers(3, contract=network.contract(3), size=SIZE)
+    play_rounds(network, workers, 10)
+    workers[2].close()  # without a word: its record still names it as a donor
+    newcomer, recovering = join_three(network, workers)
+    recovery = recovering.result(60)
+    check_identical(newcomer, workers[0], recovery)
+    assert workers[2].peer_id not in recovery.donors
+
+
+def join_three(network: Network, workers: list[Peer]) -> tuple[Peer, Future[Any]]:
+    newcomer = network.peers(1, workers[0].addresses)[0]
+    newcomer.enter(network.contract(3), size=SIZE, position=Position(0, ZERO, ZERO))
+    return newcomer, network.start(newcomer.process.catch_up())

@@ -1,0 +1,123 @@
+"""Checkpoints: training goes on from one bit for bit, and one is there whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from opendiloco.checkpoint import Checkpoint, CheckpointWriter, checkpoints, load_checkpoint
+from opendiloco.codec import get_codec
+from opendiloco.config import CheckpointConfig, ComputeConfig, Contract, LogConfig, PeerConfig
+from opendiloco.errors import SettingsError
+from opendiloco.metrics import MetricsLog, read_metrics
+from opendiloco.rounds import Position
+from opendiloco.settings import Settings
+from opendiloco.simulate import SimulatedGroup
+from opendiloco.worker import Worker
+
+CONTRACT = Contract.model_validate(
+    {
+        "run": {"rounds": 4},
+        "data": {"seq_len": 16, "validation_sequences": 4},
+        "inner": {"steps": 3, "batch_size": 2, "warmup_steps": 4},
+    }
+)
+
+
+def train(folder: Path, *, rounds: int | None = None, resume: str | None = None) -> list[tuple[int, float]]:
+    """Train alone, until the end or until `rounds` are committed; returns global step and loss of every step."""
+    folder.mkdir(exist_ok=True)
+    peer = PeerConfig(
+        compute=ComputeConfig(threads=1), checkpoint=CheckpointConfig(every_rounds=1), log=LogConfig(every_steps=1)
+    )
+    writer = CheckpointWriter(folder / "checkpoints", keep=2)
+    checkpoint = load_checkpoint(resume, folder, contract=CONTRACT.digest) if resume else None
+    workers: list[Worker] = []
+    leaving: Callable[[], bool] = lambda: bool(workers) and workers[0].optimizer.round == rounds  # noqa: E731
+    with MetricsLog(folder / "metrics.jsonl", "a") as metrics:
+        swarm = SimulatedGroup(["a"], get_codec("int8")).member("a")
+        workers.append(
+            Worker(
+                Settings(CONTRACT, peer),
+                swarm,
+                metrics,
+                stream="a",
+                leaving=leaving,
+                checkpoint=checkpoint,
+                writer=writer,
+            )
+        )
+        workers[0].train()
+    writer.close()
+    events = read_metrics(folder / "metrics.jsonl")
+    return [(event["global_inner_step"], event["loss"]) for event in events if event["event"] == "inner_step"]
+
+
+def test_a_worker_that_resumes_has_the_loss_curve_of_one_that_never_stopped(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    assert train(tmp_path / "cut", rounds=2) == whole[:6]
+    assert train(tmp_path / "cut", resume="latest") == whole
+    hashes = [
+        [event["params_hash"] for event in read_metrics(tmp_path / name / "metrics.jsonl") if event["event"] == "round"]
+        for name in ("whole", "cut")
+    ]
+    assert hashes[0] == hashes[1]
+    assert [path.name for path in checkpoints(tmp_path / "cut" / "checkpoints")] == ["round-000003", "round-000004"]
+
+
+def write(folder: Path, round: int, theta: torch.Tensor | None = None, *, keep: int = 2) -> None:
+    writer = CheckpointWriter(folder, keep=keep)
+    vectors = {"theta": torch.ones(3) if theta is None else theta, "momentum": torch.zeros(3)}
+    position = Position(round, "ab" * 32, "", 5)
+    writer.write(Checkpoint("cd" * 32, position, vectors, {"state": {}}, {"at": 1}, torch.get_rng_state()))
+    writer.close()
+
+
+def test_the_newest_checkpoint_is_the_one_with_the_highest_round(tmp_path: Path) -> None:
+    for round in (9, 10, 11):
+        write(tmp_path / "checkpoints", round, keep=3)
+    found = load_checkpoint("latest", tmp_path, contract="cd" * 32)
+    assert found is not None
+    assert found.position == Position(11, "ab" * 32, "", 5)
+
+
+def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2, torch.tensor([1.0, torch.nan, 1.0]))
+    assert [path.name for path in checkpoints(tmp_path)] == ["round-000001"]
+
+
+def test_a_folder_that_cannot_be_written_costs_the_checkpoint_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    write(tmp_path / "checkpoints", 1)
+    assert "training goes on" in caplog.text
+
+
+def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoints", 1)
+    write(tmp_path / "checkpoints", 2)
+    (tmp_path / "checkpoints" / "round-000002" / "meta.json").unlink()
+    found = load_checkpoint("latest", tmp_path, contract="cd" * 32)
+    assert found is not None
+    assert found.position.round == 1
+
+
+def test_no_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
+    assert load_checkpoint("latest", tmp_path, contract="cd" * 32) is None
+
+
+def test_what_is_no_checkpoint_of_this_run_is_refused_with_the_cure(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoints", 1)
+    path = tmp_path / "checkpoints" / "round-000001"
+    with pytest.raises(SettingsError, match=r"belongs to run contract cdcdcdcdcdcd, this run has efefefefefef"):
+        load_checkpoint(str(path), tmp_path, contract="ef" * 32)
+    (path / "outer.safetensors").write_bytes(b"cut")
+    with pytest.raises(SettingsError, match="is damaged"):
+        load_checkpoint(str(path), tmp_path, contract="cd" * 32)
+    with pytest.raises(SettingsError, match="is no checkpoint"):
+        load_checkpoint(str(tmp_path / "nowhere"), tmp_path, contract="cd" * 32)
