@@ -14,7 +14,6 @@ from typing import Any
 
 from opendiloco.errors import SwarmError
 
-
 CLOSE_LIMIT_S = 5.0
 
 
