@@ -69,7 +69,7 @@ def test_straggler_is_left_out_at_the_deadline_and_told_to_catch_up(network: Net
     started = time.monotonic()
     outcomes = results(arrive(workers[:2]))
     took_s = time.monotonic() - started
-    assert 2.0 <= took_s < 4.0
+    assert 2.0 <= took_s < 10.0  # records live for 20 s: nobody waited for the straggler's to expire
     assert all(set(outcome.weights) == ids(workers[:2]) for outcome in outcomes)
     assert [outcome.live for outcome in outcomes] == [3, 3]
     for peer, outcome in zip(workers, outcomes, strict=False):
