@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,20 @@ from rich.table import Table
 
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.metrics import MetricsReader
+from opendiloco.processes import Process, Processes
 from opendiloco.settings import load_settings, write_toml
 
 BOOTSTRAP_LIMIT_S = 60.0
-STOP_LIMIT_S = 8.0  # Ctrl-C leaves nothing running after 10 s
 POLL_S = 0.25
 PROMPT = "def "
 DEFAULTS = ("run.id=demo", "inner.steps=40", "inner.lr=0.001", "inner.warmup_steps=40", "rounds.deadline=60")
 
 
-@dataclass
-class Process:
-    """A command of the swarm in its folder, with its output in a file there."""
-
-    name: str
-    folder: Path
-    popen: subprocess.Popen[bytes]
-
-    @property
-    def output(self) -> str:
-        """What it printed."""
-        return (self.folder / "console.txt").read_text(errors="replace").strip()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; the exit code is 0 only if every round committed and all replicas are identical."""
+    """Run the demo; the exit code is 0 only if every round committed and all replicas are identical.
+
+    A worker that dies once training has begun is the swarm's to survive: the others go on, and are judged.
+    """
     options, worker_arguments = _parse(argv)
     console = Console(stderr=True)
     try:
@@ -72,7 +60,7 @@ def _run(options: argparse.Namespace, extra: list[str], console: Console, stack:
         highlight=False,
         soft_wrap=True,
     )
-    processes = _Processes(out)
+    processes = Processes(out)
     stack.callback(processes.stop)
     addresses = _start_bootstrap(processes, out / "bootstrap.addr")
     threads = max(1, (os.cpu_count() or 1) // options.workers)
@@ -118,48 +106,11 @@ def _fresh_folder(out: Path) -> Path:
     return out.absolute()
 
 
-class _Processes:
-    """The commands this demo started, and their orderly end."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._started: list[Process] = []
-
-    def start(self, name: str, arguments: list[str]) -> Process:
-        """Run an `opendiloco` command in a session of its own, so that Ctrl-C reaches the demo only."""
-        folder = self._out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "console.txt").open("wb") as output:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "opendiloco", *arguments, "--out", str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        process = Process(name, folder, popen)
-        self._started.append(process)
-        return process
-
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL to what is left; the workers' guards remove what is below them."""
-        for process in self._started:
-            if process.popen.poll() is None:
-                process.popen.send_signal(signal.SIGTERM)
-        give_up = time.monotonic() + STOP_LIMIT_S
-        for process in self._started:
-            try:
-                process.popen.wait(max(0.0, give_up - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.popen.kill()
-                process.popen.wait()
-
-
-def _start_bootstrap(processes: _Processes, address_file: Path) -> list[str]:
+def _start_bootstrap(processes: Processes, address_file: Path) -> list[str]:
     bootstrap = processes.start("bootstrap", ["bootstrap", "--address-file", str(address_file)])
     give_up = time.monotonic() + BOOTSTRAP_LIMIT_S
     while not address_file.exists():
-        if bootstrap.popen.poll() is not None:
+        if not bootstrap.is_running:
             raise SwarmError(f"the bootstrap peer ended: {bootstrap.output}")
         if time.monotonic() > give_up:
             raise SwarmError(f"the bootstrap peer was not up within {BOOTSTRAP_LIMIT_S:g} s: see {bootstrap.folder}")
@@ -169,16 +120,17 @@ def _start_bootstrap(processes: _Processes, address_file: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the demo like Ctrl-C."""
+    """SIGINT and SIGTERM end the demo, also where a shell started it in the background, with SIGINT ignored."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # --- what a person sees ----------------------------------------------------------------------------------
@@ -187,25 +139,35 @@ def _interruptible() -> Iterator[None]:
 def _watch(
     workers: list[Process], readers: list[MetricsReader], rounds: int, inner_steps: int, console: Console
 ) -> None:
-    """Show progress until all workers have ended, or one of them has failed."""
-    shown = 0
+    """Show progress until all workers have ended; SwarmError when none is left, or one is lost before round 1."""
+    shown: list[dict[str, Any]] = []
+    lost: set[str] = set()
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            running = [worker for worker in workers if worker.popen.poll() is None]
+            running = [worker for worker in workers if worker.is_running]
             for reader in readers:
                 reader.read()
-            lines = _round_lines(readers[0].events)
-            for line in lines[shown:]:
-                console.print(line, highlight=False, soft_wrap=True)
-            shown = len(lines)
+            narrator = next((index for index, worker in enumerate(workers) if not worker.is_lost), 0)
+            for event in _unseen(readers[narrator].events, shown):
+                console.print(_round_line(event), highlight=False, soft_wrap=True)
+                shown.append(event)
             if console.is_terminal:
                 live.update(_table(workers, readers, rounds, inner_steps), refresh=True)
-            for worker in workers:
-                if worker.popen.poll() not in (None, 0):
-                    raise SwarmError(f"{worker.name} ended with exit code {worker.popen.returncode}: {worker.output}")
+            for worker in (worker for worker in workers if worker.is_lost and worker.name not in lost):
+                lost.add(worker.name)
+                if len(lost) == len(workers) or not _committed(shown):
+                    raise SwarmError(f"{worker.name} {worker.end}: {worker.output}")
+                console.print(f"{worker.name} {worker.end}: the others go on", highlight=False, soft_wrap=True)
             if not running:
                 return
             time.sleep(POLL_S)
+
+
+def _unseen(events: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Attempts at rounds that are still to be shown; another worker may have told of the earlier ones."""
+    done = max((event["round"] for event in _committed(shown)), default=0)
+    attempts = [event for event in _of(events, "round") if event["round"] > done]
+    return attempts[sum(event["round"] > done for event in shown) :]
 
 
 def _table(workers: list[Process], readers: list[MetricsReader], rounds: int, inner_steps: int) -> Table:
@@ -227,38 +189,47 @@ def _table(workers: list[Process], readers: list[MetricsReader], rounds: int, in
     return table
 
 
-def _round_lines(events: list[dict[str, Any]]) -> list[str]:
-    """One line per attempt at a round, as the first worker saw it."""
-    return [
+def _round_line(event: dict[str, Any]) -> str:
+    """One attempt at a round, as one worker saw it."""
+    return (
         f"round {event['round']} | {len(event['participants'])} workers | loss {event['loss']:.3f} | "
         f"inner {event['inner_s']:.1f} s, wait {event['wait_s']:.1f} s, rendezvous {event['rendezvous_s']:.2f} s, "
         f"all-reduce {event['allreduce_s']:.2f} s | {event['verdict']} | replica {str(event['params_hash'])[:12]}"
-        for event in _of(events, "round")
-    ]
+    )
 
 
 def _summarize(workers: list[Process], events: list[list[dict[str, Any]]], rounds: int, console: Console) -> int:
-    hashes = [{event["round"]: event["params_hash"] for event in _committed(of_worker)} for of_worker in events]
-    all_committed = all(sorted(of_worker) == list(range(1, rounds + 1)) for of_worker in hashes)
-    identical = all(of_worker == hashes[0] for of_worker in hashes)
-    evaluations = _of(events[0], "eval")
-    moved = [event["sent_bytes"] + event["received_bytes"] for of_worker in events for event in _committed(of_worker)]
+    committed = [_committed(of_worker) for of_worker in events]
+    hashes = [{event["round"]: event["params_hash"] for event in of_worker} for of_worker in committed]
+    survivors = [index for index, worker in enumerate(workers) if not worker.is_lost]
+    fewest = min(len(hashes[index]) for index in survivors)
+    reference = hashes[survivors[0]]
+    identical = all(of_worker.items() <= reference.items() for of_worker in hashes)
+    evaluations = _of(events[survivors[0]], "eval")
+    moved = [event["sent_bytes"] + event["received_bytes"] for of_worker in committed for event in of_worker]
     everything = [event for of_worker in events for event in of_worker]
-    tokens = sum(event["tokens"] for of_worker in events for event in _committed(of_worker))
+    tokens = sum(event["tokens"] for of_worker in committed for event in of_worker)
     elapsed_s = max(event["time"] for event in everything) - min(event["time"] for event in everything)
-    before, after = evaluations[0], evaluations[-1]
-    console.print(f"validation loss    {before['loss']:.3f} before, {after['loss']:.3f} after")
-    console.print(f"rounds             {min(map(len, hashes))} of {rounds} committed by all {len(workers)} workers")
+    console.print(f"validation loss    {evaluations[0]['loss']:.3f} before, {evaluations[-1]['loss']:.3f} after")
+    console.print(f"rounds             {fewest} of {rounds} committed by all {len(survivors)} workers", end="")
+    lost = ", ".join(worker.name for worker in workers if worker.is_lost)
+    console.print(f" that stayed ({lost} lost)" if lost else "")
     console.print(f"bytes per round    {sum(moved) / max(1, len(moved)) / 1e6:.2f} MB sent and received per worker")
     console.print(f"training           {tokens:,} tokens in {elapsed_s:.0f} s")
     console.print(f"replicas identical: {'yes' if identical else 'no'}")
-    folder = workers[0].folder / "model"
-    command = [sys.executable, "-m", "opendiloco", "generate", str(folder), PROMPT, "--max-new-tokens", "160"]
+    sampled = _show_sample(workers[survivors[0]].folder / "model", console)
+    no_errors = all(worker.popen.returncode <= 0 for worker in workers)
+    return 0 if fewest == rounds and identical and sampled and no_errors else 1
+
+
+def _show_sample(model: Path, console: Console) -> bool:
+    """Text from the trained model; whether that worked."""
+    command = [sys.executable, "-m", "opendiloco", "generate", str(model), PROMPT, "--max-new-tokens", "160"]
     sample = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     console.print(f"\nsample after {PROMPT!r}:", highlight=False, soft_wrap=True)
     console.print(sample.stdout.rstrip() or sample.stderr.rstrip(), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\nmore of it: ./launch.sh generate {folder} 'import '", highlight=False, soft_wrap=True)
-    return 0 if all_committed and identical and sample.returncode == 0 else 1
+    console.print(f"\nmore of it: ./launch.sh generate {model} 'import '", highlight=False, soft_wrap=True)
+    return sample.returncode == 0
 
 
 def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

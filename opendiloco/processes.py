@@ -1,0 +1,79 @@
+"""Commands of this package as processes: started in folders of their own, and ended in order."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+STOP_LIMIT_S = 8.0  # Ctrl-C leaves nothing running after 10 s
+
+
+@dataclass
+class Process:
+    """A command in its folder, with its output in a file there."""
+
+    name: str
+    folder: Path
+    popen: subprocess.Popen[bytes]
+
+    @property
+    def output(self) -> str:
+        """What it printed."""
+        return (self.folder / "console.txt").read_text(errors="replace").strip()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.popen.poll() is None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended other than in order."""
+        return self.popen.poll() not in (None, 0)
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        code = self.popen.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+class Processes:
+    """Commands that were started together, and their orderly end."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._started: list[Process] = []
+
+    def start(self, name: str, arguments: list[str]) -> Process:
+        """Run an `opendiloco` command in a session of its own, so that Ctrl-C reaches only the starter."""
+        folder = self._out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "console.txt").open("wb") as output:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "opendiloco", *arguments, "--out", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        process = Process(name, folder, popen)
+        self._started.append(process)
+        return process
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to what is left; the workers' guards remove what is below them."""
+        for process in self._started:
+            if process.is_running:
+                process.popen.send_signal(signal.SIGTERM)
+        give_up = time.monotonic() + STOP_LIMIT_S
+        for process in self._started:
+            try:
+                process.popen.wait(max(0.0, give_up - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()

@@ -1,0 +1,100 @@
+"""What `./launch.sh` shows: a local swarm that survives the loss of a worker, and stops when it is told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import WaitUntil
+
+LIMIT_S = 120.0
+STOP_LIMIT_S = 10.0
+
+
+@dataclass
+class Demo:
+    """A running demo, with what it prints in a file."""
+
+    folder: Path
+    popen: subprocess.Popen[bytes]
+
+    @property
+    def lines(self) -> list[str]:
+        return (self.folder / "shown.txt").read_text().splitlines()
+
+    def worker(self, index: int) -> psutil.Process:
+        folder = str(self.folder / "demo" / f"worker-{index}")
+        (found,) = (child for child in psutil.Process(self.popen.pid).children() if folder in child.cmdline())
+        return found
+
+    def has_shown(self, start: str) -> bool:
+        assert self.popen.poll() is None or any(line.startswith(start) for line in self.lines), self.lines
+        return any(line.startswith(start) for line in self.lines)
+
+
+Start = Callable[..., Demo]
+
+
+@pytest.fixture
+def start(tmp_path: Path, text_file: Path) -> Iterator[Start]:
+    demos: list[Demo] = []
+
+    def start(*arguments: str, rounds: int) -> Demo:
+        sets = [f"data.source=text:{text_file}", "inner.steps=3", "inner.batch_size=2", "data.validation_sequences=4"]
+        command = [sys.executable, "-m", "opendiloco.demo", "--out", str(tmp_path / "demo"), "--rounds", str(rounds)]
+        command += [*arguments, *(part for value in sets for part in ("--set", value))]
+        with (tmp_path / "shown.txt").open("wb") as shown:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=shown,
+                stderr=shown,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as of a shell script's `&`
+            )
+        demos.append(Demo(tmp_path, popen))
+        return demos[-1]
+
+    yield start
+    for demo in demos:
+        if demo.popen.poll() is None:
+            demo.popen.send_signal(signal.SIGTERM)
+            demo.popen.wait(LIMIT_S)
+
+
+def test_demo_goes_on_without_a_worker_that_is_killed(start: Start, wait_until: WaitUntil) -> None:
+    demo = start(rounds=4)
+    wait_until(lambda: demo.has_shown("round 1 | 3 workers"), "the first round is shown", limit_s=LIMIT_S)
+    demo.worker(0).kill()  # the one whose view is shown
+    assert demo.popen.wait(LIMIT_S) == 0, demo.lines
+    assert "worker-0 was killed by SIGKILL: the others go on" in demo.lines
+    rounds = [line for line in demo.lines if line.startswith("round ") and "commit" in line]
+    assert [line.split()[1] for line in rounds] == ["1", "2", "3", "4"]
+    assert "rounds             4 of 4 committed by all 2 workers that stayed (worker-0 lost)" in demo.lines
+    assert "replicas identical: yes" in demo.lines
+
+
+def test_demo_fails_when_a_worker_is_lost_before_training(start: Start, wait_until: WaitUntil) -> None:
+    demo = start("--set", "data.seq_len=100000", rounds=4)
+    assert demo.popen.wait(LIMIT_S) != 0
+    assert any("data.seq_len" in line for line in demo.lines), demo.lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_demo_stops_at_once_when_asked(start: Start, number: int, wait_until: WaitUntil) -> None:
+    demo = start("--set", "inner.steps=2000", rounds=100)
+    wait_until((demo.folder / "demo" / "worker-0" / "metrics.jsonl").exists, "training begins", limit_s=LIMIT_S)
+    started = psutil.Process(demo.popen.pid).children(recursive=True)
+    os.kill(demo.popen.pid, number)
+    assert demo.popen.wait(STOP_LIMIT_S) == 0, demo.lines
+    assert demo.lines[-1] == "stopped; everything it started has ended"
+    assert not [process for process in started if process.is_running()]
