@@ -121,7 +121,7 @@ class OpenDiLoCoPeer(Peer):
         from opendiloco.rounds import Position
 
         contract = Contract(
-            rounds=RoundsConfig(start_peers=self.place.workers, deadline=PATIENCE_S, failure_timeout_s=PATIENCE_S),
+            rounds=RoundsConfig(start_peers=self.place.workers, grace=PATIENCE_S, failure_timeout_s=PATIENCE_S),
             outer=OuterConfig.model_validate({"codec": self.place.system.codec}),
         )
         names = ("theta", "momentum", "second_moment", "pseudo_gradient", "average")

@@ -134,7 +134,8 @@ class Team:
                 break
             self.cell.problems.append(problem)
             if len(self.cell.problems) > MAX_PROBLEMS:
-                raise BenchmarkError(f"{self.cell.system.label}, {self.cell.workers} workers: {problem}")
+                every = "\n  ".join(self.cell.problems)
+                raise BenchmarkError(f"{self.cell.system.label}, {self.cell.workers} workers:\n  {every}")
         cpu = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
         error, difference = compare(self._results, self._exact)
         sent = [timing.sent_bytes for timing in timings if timing.sent_bytes is not None]

@@ -133,6 +133,9 @@ class RoundsConfig(Section):
     quorum: Annotated[float, Field(ge=0.5, lt=1)] = 0.5
     """A group needs more than this share of the lineage's live workers."""
     deadline: Seconds | Literal["adaptive"] = "adaptive"
+    """Length of an inner phase. adaptive: inner.steps steps of each worker, and slow ones are waited for as their
+    arrivals suggest. Seconds: each worker does as many steps as it can in that time."""
+    grace: Seconds | Literal["adaptive"] = "adaptive"
     """Seconds after the first arrival at which a round starts without stragglers, or adaptive."""
     failure_timeout_s: Seconds = 5.0
     """A peer that sends nothing for so long in an all-reduce counts as dropped."""
@@ -151,6 +154,15 @@ class Contract(Section):
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
     rounds: RoundsConfig = RoundsConfig()
+
+    @model_validator(mode="after")
+    def _unequal_steps_have_unequal_weights(self) -> Self:
+        if self.rounds.deadline != "adaptive" and self.outer.weighting != "tokens":
+            raise ValueError(
+                f"rounds.deadline is {self.rounds.deadline:g} and outer.weighting is {self.outer.weighting}: workers "
+                f"do unequal numbers of steps in that time; set outer.weighting to tokens"
+            )
+        return self
 
     @property
     def digest(self) -> str:

@@ -27,7 +27,7 @@ from opendiloco.settings import load_settings, write_toml
 BOOTSTRAP_LIMIT_S = 60.0
 POLL_S = 0.25
 PROMPT = "def "
-DEFAULTS = ("run.id=demo", "inner.steps=40", "inner.lr=0.001", "inner.warmup_steps=40", "rounds.deadline=60")
+DEFAULTS = ("run.id=demo", "inner.steps=40", "inner.lr=0.001", "inner.warmup_steps=40", "rounds.grace=60")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 
 from opendiloco.averager import Averager
 from opendiloco.config import Contract, OuterConfig
-from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.errors import SwarmError
 from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
 from opendiloco.leave import Leave
 from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
+from opendiloco.phase import InnerPhase
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
 POLL_S = 0.2  # how soon a wait for the swarm notices a request to leave
@@ -101,7 +103,8 @@ class DiLoCo(torch.optim.Optimizer):
         if start is not None:
             self._move_to(start[0])
             scatter(self.outer.theta, self._parameters)
-        self._begin_round()
+        self.phase = InnerPhase(contract)
+        """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
         try:
             swarm.enter(contract, layout.digest, self._position())
             self.recovery = self._catch_up()
@@ -120,33 +123,31 @@ class DiLoCo(torch.optim.Optimizer):
         """Hash of the outer state; waits while it is being computed."""
         return self._hash.result()
 
-    @property
-    def inner_steps(self) -> int:
-        """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
-        return self._inner_steps
-
-    @property
-    def steps_done(self) -> int:
-        """Inner steps this worker has really done in the current round."""
-        return self._inner_steps - self._begun_at
-
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One inner step; the last one of a round also ends the round with the swarm.
 
         Raises:
             SwarmError: the round failed more often than the contract allows, or the swarm could not be caught up with.
-            NonFiniteError: the pseudo-gradient holds a value that is not finite.
             Leave: the user asked to leave while this worker waited for the swarm.
         """
         loss = self.inner.step(closure)
-        self._inner_steps += 1
-        if self._inner_steps >= self._contract.inner.steps:
+        self.phase.step()
+        if self.phase.is_over:
             self._end_round()
         return loss
 
+    def drop_phase(self) -> None:
+        """Throw away what this worker did in this round, because its numbers are bad: back to the swarm's theta.
+
+        What is left of the phase counts where weights are tokens; otherwise this worker only follows the round.
+        """
+        scatter(self.outer.theta, self._parameters)
+        self.phase.drop()
+        self._swarm.begin_phase(following=self.phase.weight == 0)
+
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens of this round, which are its weight when outer.weighting is "tokens"."""
-        self._tokens += tokens
+        self.phase.tokens += tokens
 
     def state_dict(self) -> dict[str, Any]:
         """State of the inner optimizer."""
@@ -167,16 +168,16 @@ class DiLoCo(torch.optim.Optimizer):
 
     # --- the round ---------------------------------------------------------------------------------------
 
-    def _begin_round(self, *, at: int = 0) -> None:
-        self._inner_steps = self._begun_at = at
-        self._tokens = 0
-        self._phase_started = time.monotonic()
-
     def _end_round(self) -> None:
-        inner_s = time.monotonic() - self._phase_started
+        inner_s = self.phase.seconds
         gradient = self._vectors["pseudo_gradient"]
         write_pseudo_gradient(self.outer.theta, self._parameters, gradient)
         norm = float(torch.linalg.vector_norm(gradient))
+        if not math.isfinite(norm):
+            reason = "the pseudo-gradient is not finite: this worker goes back to the swarm's parameters"
+            outcome = RoundOutcome(verdict="skip", reason=reason)
+            self._on_round(self._report(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
+            self.drop_phase()
         for _ in range(self._contract.rounds.max_retries + 1):
             outcome = self._average()
             if outcome.verdict == "commit":
@@ -186,7 +187,12 @@ class DiLoCo(torch.optim.Optimizer):
             if outcome.verdict == "resync":
                 self._catch_up(late_work=gradient)
                 return
-            self._begun_at = 0 if outcome.verdict == "skip" else self._begun_at  # nobody left to follow
+            if outcome.verdict == "skip":  # nobody is left to follow
+                self.phase.is_whole = True
+                if self.phase.steps_done == 0:
+                    self.phase.begin()
+                    self._swarm.begin_phase(following=False)
+                    return
         raise SwarmError(
             f"round {self.round + 1} failed {self._contract.rounds.max_retries + 1} times "
             f"({outcome.reason or 'participants differed between parts'}): start this worker again"
@@ -194,7 +200,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _average(self) -> RoundOutcome:
         """One attempt. A request to leave withdraws from it while that can be done without harm to the others."""
-        future = self._swarm.average(RoundRequest(weight=self._weight(), tokens=self._tokens))
+        future = self._swarm.average(RoundRequest(weight=self.phase.weight, tokens=self.phase.tokens))
         try:
             return self._wait(future)
         except Leave:
@@ -206,7 +212,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _catch_up(self, late_work: Tensor | None = None) -> Recovery:
         """Go where the swarm is. Finished work that came too late goes on top of the new outer parameters."""
-        before, whole_phase = self.round, self._begun_at == 0
+        before, whole_phase = self.round, self.phase.is_whole
         self._hash.result()  # of the state that may be about to change
         recovery = self._wait(self._swarm.catch_up())
         position = recovery.position
@@ -219,8 +225,9 @@ class DiLoCo(torch.optim.Optimizer):
             scatter(late, self._parameters)
         else:
             scatter(self.outer.theta, self._parameters)
-        self._begin_round(at=recovery.inner_step)
-        self._swarm.begin_phase(following=self._is_following())
+        is_whole = recovery.inner_step == 0 and recovery.phase_s == 0
+        self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s, is_whole=is_whole)
+        self._swarm.begin_phase(following=not is_whole and self._contract.outer.weighting == "uniform")
         return recovery
 
     def _commit(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> None:
@@ -244,7 +251,7 @@ class DiLoCo(torch.optim.Optimizer):
                 outer_gradient_norm=float(torch.linalg.vector_norm(average)),
             )
         )
-        self._begin_round()
+        self.phase.begin()
 
     def _hash_and_announce(self, round: int) -> str:
         """Off the training thread; the state stays as it is until the next commit has waited for this."""
@@ -267,8 +274,8 @@ class DiLoCo(torch.optim.Optimizer):
             outcome=outcome,
             lineage=self.outer.lineage,
             params_hash=self._hash if committed else None,
-            inner_steps=self.steps_done,
-            tokens=self._tokens,
+            inner_steps=self.phase.steps_done,
+            tokens=self.phase.tokens,
             inner_s=inner_s,
             outer_s=outer_s,
             pseudo_gradient_norm=pseudo_gradient_norm,
@@ -289,20 +296,6 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _move_to(self, position: Position) -> None:
         self.outer.round, self.outer.lineage, self.tokens = position.round, position.lineage, position.tokens
-
-    def _weight(self) -> float:
-        """Tokens, or one; a worker that came in the middle of the phase has no vote where all votes are equal."""
-        if self._contract.outer.weighting == "tokens":
-            if self._tokens == 0:
-                raise SettingsError(
-                    "outer.weighting is tokens and no tokens were counted in this round: call count_tokens before "
-                    "each step, or set outer.weighting to uniform"
-                )
-            return float(self._tokens)
-        return 0.0 if self._is_following() else 1.0
-
-    def _is_following(self) -> bool:
-        return self._begun_at > 0 and self._contract.outer.weighting == "uniform"
 
     def _position(self) -> Position:
         return Position(self.outer.round, self.outer.lineage, self.params_hash, self.tokens)

@@ -76,7 +76,7 @@ class Rules:
     """When a group may start; see `rounds.start_time`."""
 
     quorum: float
-    deadline: float | Literal["adaptive"]
+    grace: float | Literal["adaptive"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Lobby:
             self._changed.set()
 
     async def run(self, rules: Rules, outlook: Callable[[], Outlook], refresh: Callable[[], Awaitable[None]]) -> None:
-        """Start the group the moment the last live peer is there, or at the deadline with a quorum."""
+        """Start the group the moment the last live peer is there, or after the grace with a quorum."""
         try:
             await self._run(rules, outlook, refresh)
         except Exception as error:  # those who wait here get it
@@ -132,7 +132,7 @@ class Lobby:
             if now - refreshed > REFRESH_S:
                 await refresh()
                 refreshed = time.monotonic()
-            start = start_time(self._gathering(outlook()), quorum=rules.quorum, deadline=rules.deadline)
+            start = start_time(self._gathering(outlook()), quorum=rules.quorum, grace=rules.grace)
             if outlook().is_behind:
                 start = None
             if start is not None and start <= now and self._start(rules, outlook()):

@@ -84,7 +84,7 @@ class PeerProcess:
         groups = Groups(p2p, codec, silence_s=silence_s)
         rendezvous = Rendezvous(
             p2p,
-            Rules(contract.rounds.quorum, contract.rounds.deadline),
+            Rules(contract.rounds.quorum, contract.rounds.grace),
             outlook=presence.outlook,
             refresh=presence.refresh,
             is_alive=self._host.is_alive,
@@ -117,7 +117,7 @@ class PeerProcess:
         if recovery.position.lineage == before.lineage:
             return recovery
         self._presence.move_to(recovery.position, following=True)  # nobody waits before its trainer is ready
-        return replace(recovery, inner_step=self._presence.inner_step())
+        return replace(recovery, inner_step=self._presence.inner_step(), phase_s=self._presence.phase_s())
 
     async def begin_phase(self, following: bool) -> None:
         """The trainer begins to train from where it has recovered to; see `Presence.move_to`."""

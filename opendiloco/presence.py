@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import statistics
 import time
 from typing import Any
 
@@ -223,6 +224,18 @@ class Presence:
             if record.lineage == self._own.lineage and record.state in ("training", "averaging")
         ]
         return joining_step(steps, self.contract.inner.steps)
+
+    def phase_s(self) -> float:
+        """For how long the others have been at the inner phase of this worker's round, if its length is fixed."""
+        deadline, now = self.contract.rounds.deadline, time.time()
+        left = sorted(
+            record.expected_finish - now
+            for record in self._membership.view.values()
+            if record.lineage == self._own.lineage and record.state in ("training", "averaging")
+        )
+        if deadline == "adaptive" or not left:
+            return 0.0
+        return min(deadline, max(0.0, deadline - statistics.median_low(left)))
 
     def _is_like_own(self, record: Progress) -> bool:
         return record.contract == self._own.contract and record.layout == self._own.layout

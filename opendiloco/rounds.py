@@ -112,6 +112,8 @@ class Recovery:
     """Whether theta and momentum were fetched, not only rounds that were missed."""
     inner_step: int = 0
     """Where in its inner phase the swarm is."""
+    phase_s: float = 0.0
+    """Seconds for which that phase has been going on, where its length is fixed in seconds."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,12 @@ class Gathering:
     """Peers that dropped out of this round before somebody's eyes: not waited for, but counted for the quorum."""
 
 
-def start_time(gathering: Gathering, *, quorum: float, deadline: float | Literal["adaptive"]) -> float | None:
+def start_time(gathering: Gathering, *, quorum: float, grace: float | Literal["adaptive"]) -> float | None:
     """When the group starts with those who are there; None while they are no quorum.
 
-    At once when nobody is missing. Otherwise after the deadline, which is either a fixed number of seconds after
-    the first arrival, or follows the arrivals: their median plus a multiple of their spread, so that one straggler
-    does not decide how long all others wait.
+    At once when nobody is missing. Otherwise after the grace, which is either a fixed number of seconds after the
+    first arrival, or follows the arrivals: their median plus a multiple of their spread, so that one straggler does
+    not decide how long all others wait.
     """
     arrived, expected = gathering.arrived, gathering.expected
     live = arrived.keys() | expected.keys()
@@ -145,8 +147,8 @@ def start_time(gathering: Gathering, *, quorum: float, deadline: float | Literal
     if not missing:
         return max(arrived.values())
     first = min(arrived.values())
-    if deadline != "adaptive":
-        return first + deadline
+    if grace != "adaptive":
+        return first + grace
     times = sorted([*arrived.values(), *(max(expected[peer], gathering.now) for peer in missing)])
     median = statistics.median_low(times)
     spread = statistics.median_low(sorted(abs(time - median) for time in times))

@@ -94,17 +94,21 @@ class SimulatedGroup:
 
     def _average(self) -> None:
         """The weighted mean in the order of the names, in fp32, encoded once (run by the last to arrive)."""
-        members = [self._members[name] for name in self.names]
+        everybody = [self._members[name] for name in self.names]
+        members = [member for member in everybody if member.request.weight > 0]
+        if not members:
+            self._outcome = RoundOutcome(verdict="skip", reason="nobody contributes", live=len(everybody))
+            return
         total = sum(member.request.weight for member in members)
         mean = torch.zeros_like(members[0].vectors["average"])
         for member in members:
             mean += self._travelled(member.vectors["pseudo_gradient"]) * member.request.weight
         encoded = self._codec.encode(mean.div_(total))
-        for member in members:
+        for member in everybody:
             self._codec.decode(encoded, member.vectors["average"])
         self._outcome = RoundOutcome(
             verdict="commit",
-            live=len(members),
+            live=len(everybody),
             weights={member.peer_id: member.request.weight for member in members},
             tokens={member.peer_id: member.request.tokens for member in members},
             digest=blake3.blake3(encoded.numpy().data).hexdigest(),
@@ -152,6 +156,8 @@ class SimulatedSwarm:
         """Wait for the other members; the future is done."""
         self.request = request
         outcome = self._group.arrive()
+        if outcome.verdict != "commit":
+            return _done(outcome)
         before, weights = self._position, outcome.weights
         lineage = next_lineage(before.lineage, round=before.round + 1, weights=weights, average_digest=outcome.digest)
         return _done(replace(outcome, lineage=lineage))

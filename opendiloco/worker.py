@@ -20,7 +20,15 @@ from opendiloco.errors import OpendilocoError
 from opendiloco.evaluate import validation_loss
 from opendiloco.inner import InnerStepResult, choose_device, inner_step, learning_rate, make_inner_optimizer
 from opendiloco.leave import Leave
-from opendiloco.metrics import EvalEvent, InnerStepEvent, JoinEvent, LeaveEvent, MetricsLog, RoundEvent
+from opendiloco.metrics import (
+    EvalEvent,
+    InnerStepEvent,
+    JoinEvent,
+    LeaveEvent,
+    MetricsLog,
+    RoundEvent,
+    WarningEvent,
+)
 from opendiloco.model import build_model, count_parameters, save_model
 from opendiloco.rounds import Position
 from opendiloco.settings import Settings
@@ -68,6 +76,7 @@ class Worker:
         self.model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=seed).to(self._device)
         self._reports: list[RoundReport] = []
         self._losses: list[float] = []
+        self._bad_steps = 0
         self._resumed = checkpoint is not None
         self._every_rounds, self._writer = settings.peer.checkpoint.every_rounds, writer
         inner = make_inner_optimizer(self.model, contract.inner)
@@ -112,8 +121,8 @@ class Worker:
 
     def _step(self) -> None:
         contract, optimizer = self.contract, self.optimizer
-        in_round = optimizer.inner_steps
-        step = optimizer.round * contract.inner.steps + in_round
+        round, number = optimizer.round, optimizer.phase.steps + 1
+        step = round * contract.inner.steps + optimizer.phase.schedule_step
         lr = learning_rate(step, config=contract.inner, total_steps=contract.run.rounds * contract.inner.steps)
         tokens = next(self._stream).to(self._device)
         optimizer.count_tokens(tokens.numel())
@@ -127,12 +136,11 @@ class Worker:
             precision=self._compute.precision,
         )
         if not result.finite:
-            raise OpendilocoError(
-                f"loss {result.loss} with gradient norm {result.grad_norm} at inner step {step}: "
-                f"lower inner.lr or raise inner.warmup_steps"
-            )
+            self._go_back(result, step)
+            return
+        self._bad_steps = 0
         self._losses.append(result.loss)
-        self._report_step(result, lr=lr, step=step)
+        self._report_step(result, lr=lr, step=step, number=number, round=round)
         if self._reports:
             committed = self._reports[-1].outcome.verdict == "commit"
             self._write_rounds()
@@ -141,27 +149,41 @@ class Worker:
                 self._checkpoint()
             self._phase_started = time.monotonic()
 
-    def _report_step(self, result: InnerStepResult, *, lr: float, step: int) -> None:
-        contract, now = self.contract, time.monotonic()
-        in_round = step % contract.inner.steps + 1
+    def _go_back(self, result: InnerStepResult, step: int) -> None:
+        """Bad numbers do not leave this worker: it goes on from the swarm's parameters, unless that never helps."""
+        self._bad_steps += 1
+        what = f"loss {result.loss} with gradient norm {result.grad_norm} at inner step {step}"
+        cure = "lower inner.lr or raise inner.warmup_steps"
+        if self._bad_steps > self.contract.rounds.max_retries:
+            raise OpendilocoError(f"{what}, {self._bad_steps} times in a row: {cure}")
+        self._warn(f"{what}: this worker's steps of the round are dropped, back to the swarm's parameters; {cure}")
+        self.optimizer.drop_phase()
+        self._losses.clear()
+        self._phase_started = time.monotonic()
+
+    def _warn(self, message: str) -> None:
+        logger.warning(message)
+        self._metrics.write(WarningEvent(message=message))
+
+    def _report_step(self, result: InnerStepResult, *, lr: float, step: int, number: int, round: int) -> None:
+        now, phase = time.monotonic(), self.optimizer.phase
         step_s = (now - self._phase_started) / len(self._losses)
         tokens_per_s = result.tokens / max(step_s, 1e-9)
         if self._display is not None:
-            self._display.inner_step(in_round, loss=result.loss, tokens_per_s=tokens_per_s)
-        if now - self._reported > REPORT_S and in_round < contract.inner.steps:
+            self._display.inner_step(number, loss=result.loss, tokens_per_s=tokens_per_s)
+        if now - self._reported > REPORT_S and phase.steps == number:
             self._reported = now
-            finish_in_s = (contract.inner.steps - in_round) * step_s
-            self._swarm.report(in_round, tokens_per_s=tokens_per_s, finish_in_s=finish_in_s)
-        if (step + 1) % self._log.every_steps == 0:
+            self._swarm.report(number, tokens_per_s=tokens_per_s, finish_in_s=phase.seconds_left(step_s))
+        if number % self._log.every_steps == 0:
             self._metrics.write(
                 InnerStepEvent(
-                    round=step // contract.inner.steps,
-                    inner_step=in_round,
+                    round=round,
+                    inner_step=number,
                     global_inner_step=step,
                     loss=result.loss,
                     lr=lr,
                     grad_norm=result.grad_norm,
-                    tokens_seen=(step + 1) * result.tokens,
+                    tokens_seen=self._stream.tokens_seen,
                     tokens_per_s=tokens_per_s,
                 )
             )
@@ -234,7 +256,7 @@ class Worker:
             logger.info(
                 "joined at round %d, inner step %d: %.1f MB from %d donors, %d rounds replayed",
                 optimizer.round,
-                optimizer.inner_steps,
+                optimizer.phase.steps,
                 recovery.received_bytes / 1e6,
                 len(recovery.donors),
                 recovery.rounds_replayed,

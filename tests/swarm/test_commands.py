@@ -25,7 +25,8 @@ from opendiloco.swarm import Swarm
 from opendiloco.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from conftest import Network, SmallContract
+    from support.commands import SmallContract
+    from support.peers import Network
 
 WRONG_SETTINGS, NO_SWARM = 64, 75
 NOBODY = "12D3KooWPVkYcj4DJaNsg92hMm1yLkBYbwtSipMDBsCuGbFShCXa"

@@ -15,7 +15,8 @@ from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
 
 if TYPE_CHECKING:
-    from conftest import Network, WaitUntil
+    from support.peers import Network
+    from support.waiting import WaitUntil
 
 SKEWED_PEER = """
 import sys, time

@@ -22,7 +22,9 @@ from opendiloco.rounds import Position
 from opendiloco.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from conftest import Command, Commands, Network, Peer, WaitUntil
+    from support.commands import Command, Commands
+    from support.peers import Network, Peer
+    from support.waiting import WaitUntil
 
 LEAVE_LIMIT_S = 10.0
 CLEAN_LIMIT_S = 8.0
@@ -85,7 +87,7 @@ def straggler_position(contract: Contract) -> tuple[str, Position]:
 
 @pytest.fixture(scope="module")
 def waiting(module_network: Network, module_commands: Commands, wait_until: WaitUntil) -> Waiting:
-    contract = module_commands.contract(deadline=3600.0)
+    contract = module_commands.contract(grace=3600.0)
     straggler = module_network.peer().open()
     layout, position = straggler_position(contract)
     straggler.enter(contract, layout=layout, position=position, size=1)

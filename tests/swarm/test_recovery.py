@@ -14,7 +14,7 @@ from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.rounds import Position, Recovery
 
 if TYPE_CHECKING:
-    from conftest import Network, Peer
+    from support.peers import Network, Peer
 
 SIZE = 300_001
 ZERO = "0" * 64

@@ -15,7 +15,8 @@ from opendiloco.rounds import Position, RoundOutcome
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from conftest import Network, Peer, WaitUntil
+    from support.peers import Network, Peer
+    from support.waiting import WaitUntil
 
 LONG_S = 600.0
 AT_ONCE_S = 1.0
@@ -35,7 +36,7 @@ def results(futures: Sequence[Future[RoundOutcome]], limit_s: float = 30.0) -> l
 
 def test_four_workers_that_are_there_start_within_a_second(network: Network) -> None:
     """The median of some rounds: the machine may be busy, but a fixed waiting time would be in all of them."""
-    workers = network.workers(4, deadline=LONG_S)
+    workers = network.workers(4, grace=LONG_S)
     took_s = []
     for _ in range(9):
         started = time.monotonic()
@@ -50,7 +51,7 @@ def test_four_workers_that_are_there_start_within_a_second(network: Network) -> 
 def test_group_waits_for_the_last_live_peer_and_starts_the_moment_it_comes(
     network: Network, wait_until: WaitUntil
 ) -> None:
-    workers = network.workers(3, deadline=LONG_S)
+    workers = network.workers(3, grace=LONG_S)
     network.round(workers)
     early = arrive(workers[:2])
     wait_until(lambda: workers[0].awaited().startswith("2 of 3 workers are there"), "two have arrived")
@@ -65,7 +66,7 @@ def test_group_waits_for_the_last_live_peer_and_starts_the_moment_it_comes(
 
 
 def test_straggler_is_left_out_at_the_deadline_and_told_to_catch_up(network: Network) -> None:
-    workers = network.workers(3, deadline=2.0)
+    workers = network.workers(3, grace=2.0)
     started = time.monotonic()
     outcomes = results(arrive(workers[:2]))
     took_s = time.monotonic() - started
@@ -82,7 +83,7 @@ def test_straggler_is_left_out_at_the_deadline_and_told_to_catch_up(network: Net
 
 
 def test_half_of_the_live_peers_never_start_whatever_the_deadline(network: Network, wait_until: WaitUntil) -> None:
-    workers = network.workers(4, deadline=0.2)
+    workers = network.workers(4, grace=0.2)
     half = arrive(workers[:2])
     wait_until(lambda: workers[0].awaited().startswith("2 of 4 workers are there"), "two have arrived")
     with pytest.raises(TimeoutError):
@@ -93,7 +94,7 @@ def test_half_of_the_live_peers_never_start_whatever_the_deadline(network: Netwo
 
 
 def test_peer_that_leaves_is_not_waited_for(network: Network) -> None:
-    workers = network.workers(4, deadline=LONG_S)
+    workers = network.workers(4, grace=LONG_S)
     half = arrive(workers[:2])
     for peer in workers[2:]:
         peer.leave()
@@ -103,7 +104,7 @@ def test_peer_that_leaves_is_not_waited_for(network: Network) -> None:
 
 
 def test_peer_that_falls_silent_is_waited_for_until_its_record_expires(network: Network) -> None:
-    workers = network.workers(3, deadline=LONG_S, settings={"heartbeat_s": 0.5, "expiry_s": 3.0})
+    workers = network.workers(3, grace=LONG_S, settings={"heartbeat_s": 0.5, "expiry_s": 3.0})
     waiting = arrive(workers[:2])
     workers[2].close()
     outcomes = results(waiting, limit_s=10.0)
@@ -111,7 +112,7 @@ def test_peer_that_falls_silent_is_waited_for_until_its_record_expires(network: 
 
 
 def test_last_one_standing_goes_on_alone(network: Network) -> None:
-    workers = network.workers(3, deadline=LONG_S)
+    workers = network.workers(3, grace=LONG_S)
     network.round(workers)
     for peer in workers[1:]:
         peer.leave()
@@ -130,7 +131,7 @@ def test_newcomer_is_in_the_first_round_it_is_there_for(network: Network) -> Non
 
 def test_workers_of_two_lineages_never_average_together_and_the_heavier_one_wins(network: Network) -> None:
     """Also the arrivals of one lineage come to the leaders of the other one's rounds: all are on one DHT."""
-    contract = network.contract(2, deadline=LONG_S)
+    contract = network.contract(2, grace=LONG_S)
     bootstrap = network.peer().open()
     pairs = [network.peers(2, bootstrap.addresses) for _ in range(2)]
     for pair, lineage, tokens in zip(pairs, ("a" * 64, "b" * 64), (31, 30), strict=True):
@@ -141,7 +142,7 @@ def test_workers_of_two_lineages_never_average_together_and_the_heavier_one_wins
 
 
 def test_worker_with_another_layout_is_refused_and_the_others_go_on(network: Network) -> None:
-    contract = network.contract(2, deadline=LONG_S)
+    contract = network.contract(2, grace=LONG_S)
     workers = network.workers(2, contract=contract)
     other = network.peer(workers[0].addresses).open()
     other.enter(contract, layout="1" * 64)
@@ -152,9 +153,9 @@ def test_worker_with_another_layout_is_refused_and_the_others_go_on(network: Net
 
 
 def test_worker_with_another_contract_is_refused_and_the_others_go_on(network: Network) -> None:
-    workers = network.workers(2, contract=network.contract(2, deadline=LONG_S))
+    workers = network.workers(2, contract=network.contract(2, grace=LONG_S))
     other = network.peer(workers[0].addresses).open()
-    other.enter(network.contract(2, codec="none", deadline=LONG_S))
+    other.enter(network.contract(2, codec="none", grace=LONG_S))
     with pytest.raises(SettingsError, match=r"run\.id test is taken: .* leave out --run, or choose another run\.id"):
         other.wait_for_start()
     outcomes = network.round(workers)
@@ -162,7 +163,7 @@ def test_worker_with_another_contract_is_refused_and_the_others_go_on(network: N
 
 
 def test_worker_with_other_initial_parameters_is_refused_and_the_others_go_on(network: Network) -> None:
-    contract = network.contract(2, deadline=LONG_S)
+    contract = network.contract(2, grace=LONG_S)
     workers = network.workers(2, contract=contract)
     other = network.peer(workers[0].addresses).open()
     other.enter(contract, position=Position(0, "f" * 64, "f" * 64))
@@ -173,7 +174,7 @@ def test_worker_with_other_initial_parameters_is_refused_and_the_others_go_on(ne
 
 
 def test_peer_of_an_older_round_never_averages(network: Network) -> None:
-    contract = network.contract(1, deadline=LONG_S)
+    contract = network.contract(1, grace=LONG_S)
     ahead, behind = network.peers(2)
     ahead.enter(contract, position=Position(4, "a" * 64, "0" * 64, 40))
     behind.enter(contract, position=Position(3, "b" * 64, "0" * 64, 30))

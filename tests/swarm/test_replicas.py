@@ -12,7 +12,7 @@ from opendiloco.config import OuterConfig
 from opendiloco.outer import OuterState, outer_step, params_hash
 
 if TYPE_CHECKING:
-    from conftest import Network
+    from support.peers import Network
 
 ROUNDS = 20
 WEIGHTS = (1.0, 2.5, 1000.0)
@@ -64,7 +64,7 @@ def test_lone_worker_gets_its_own_values_through_the_codec(network: Network) -> 
 
 
 def test_value_that_is_not_finite_never_leaves_its_worker(network: Network) -> None:
-    workers = network.workers(3, deadline=1.0)
+    workers = network.workers(3, grace=1.0)
     workers[0].vectors["pseudo_gradient"][7] = torch.nan
     with pytest.raises(Exception, match="not finite"):
         workers[0].average().result(30)

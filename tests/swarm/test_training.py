@@ -20,7 +20,9 @@ from opendiloco.settings import load_settings
 from opendiloco.simulate import simulate
 
 if TYPE_CHECKING:
-    from conftest import Command, Commands, Network, WaitUntil
+    from support.commands import Command, Commands
+    from support.peers import Network
+    from support.waiting import WaitUntil
 
 WORKERS, ROUNDS, STEPS, BATCH, SEQ_LEN, VALIDATION = 3, 5, 3, 2, 32, 4
 TOKENS = STEPS * BATCH * SEQ_LEN  # of one worker in a round

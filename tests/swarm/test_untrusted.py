@@ -25,7 +25,7 @@ from opendiloco.rendezvous import NAMESPACE, Rendezvous
 from opendiloco.rounds import group_key
 
 if TYPE_CHECKING:
-    from conftest import Network, Peer
+    from support.peers import Network, Peer
 
 PROGRESS_KEY = "test.progress"
 GOOD_OFFER = {"weight": 1.0, "tokens": 1, "bandwidth": None, "gone": [], "last_group": b""}
@@ -110,7 +110,7 @@ class Rogue:
 @pytest.fixture(scope="module")
 def workers(module_network: Network) -> list[Peer]:
     """They see all that is below, one after the other."""
-    return module_network.workers(3, size=10_000, failure_timeout_s=2.0, deadline=600.0)
+    return module_network.workers(3, size=10_000, failure_timeout_s=2.0, grace=600.0)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def garbage_offers() -> Iterator[bytes]:
 
 
 def test_garbage_offers_are_refused(network: Network, workers: list[Peer], rogue: Rogue) -> None:
-    digest = network.contract(3, failure_timeout_s=2.0, deadline=600.0).digest
+    digest = network.contract(3, failure_timeout_s=2.0, grace=600.0).digest
     for worker in workers:
         for offer in garbage_offers():
             answer = rogue.join(worker, current_key(workers, digest), offer)
@@ -175,7 +175,7 @@ def test_garbage_offers_are_refused(network: Network, workers: list[Peer], rogue
 
 
 def test_offers_for_another_group_are_refused(network: Network, workers: list[Peer], rogue: Rogue) -> None:
-    digest = network.contract(3, failure_timeout_s=2.0, deadline=600.0).digest
+    digest = network.contract(3, failure_timeout_s=2.0, grace=600.0).digest
     key = current_key(workers, digest)
     for other in ("", "0" * 64, key.upper(), key + "0", "x" * 1_000_000):
         for worker in workers:
@@ -215,7 +215,7 @@ def test_member_that_sends_garbage_costs_one_attempt_and_is_left_out(
     network: Network, workers: list[Peer], rogue: Rogue
 ) -> None:
     """A stranger takes a place in the group, then sends nonsense on some streams and nothing on others."""
-    digest = network.contract(3, failure_timeout_s=2.0, deadline=600.0).digest
+    digest = network.contract(3, failure_timeout_s=2.0, grace=600.0).digest
     key = current_key(workers, digest)
 
     async def take_a_place(worker: Peer) -> bytes:
@@ -287,7 +287,7 @@ def test_records_that_live_too_long_or_are_too_big_are_not_taken(
 
 def test_own_records_that_say_nonsense_are_ignored(network: Network, workers: list[Peer], signing_rogue: Rogue) -> None:
     own = signing_rogue.identity.peer_id
-    digest = network.contract(3, failure_timeout_s=2.0, deadline=600.0).digest
+    digest = network.contract(3, failure_timeout_s=2.0, grace=600.0).digest
     right = LIES | {"contract": digest, "round": 0}
     nonsense = [
         {},

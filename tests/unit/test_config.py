@@ -77,7 +77,7 @@ def test_set_reaches_contract_and_peer_with_toml_values_or_plain_text() -> None:
             "model.name=14m",
             'data.source="text:a b"',
             f'swarm.peers=["{ADDRESS}", "{ADDRESS}"]',
-            "rounds.deadline=30",
+            "rounds.grace=30",
             "inner.betas=[0.8, 0.9]",
             "compute.compile=true",
             "run.id=42",
@@ -86,10 +86,10 @@ def test_set_reaches_contract_and_peer_with_toml_values_or_plain_text() -> None:
     contract, peer = settings.contract, settings.peer
     assert (contract.model.name, contract.data.source, contract.run.id) == ("14m", "text:a b", "42")
     assert peer.swarm.peers == (ADDRESS, ADDRESS)
-    assert contract.rounds.deadline == 30.0
+    assert contract.rounds.grace == 30.0
     assert contract.inner.betas == (0.8, 0.9)
     assert peer.compute.compile is True
-    assert load_settings(None, None, ["rounds.deadline=adaptive"]).contract.rounds.deadline == "adaptive"
+    assert load_settings(None, None, ["rounds.grace=adaptive"]).contract.rounds.grace == "adaptive"
 
 
 def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are_not_among_them(tmp_path: Path) -> None:
@@ -187,9 +187,7 @@ def test_a_value_from_an_option_is_blamed_on_that_option(tmp_path: Path) -> None
 
 
 def test_written_files_load_to_the_same_settings(tmp_path: Path) -> None:
-    first = load_settings(
-        None, None, ["inner.lr=1e-5", f'swarm.peers=["{ADDRESS}"]', "rounds.deadline=2", "model.name=é"]
-    )
+    first = load_settings(None, None, ["inner.lr=1e-5", f'swarm.peers=["{ADDRESS}"]', "rounds.grace=2", "model.name=é"])
     run, peer = tmp_path / "run.toml", tmp_path / "peer.toml"
     write_toml(run, first.contract)
     write_toml(peer, first.peer)
@@ -221,16 +219,16 @@ def test_digest_is_the_same_in_another_process_and_field_order() -> None:
 @given(
     lr=st.floats(min_value=1e-12, max_value=1e12),
     steps=st.integers(min_value=1, max_value=2**62),
-    deadline=st.one_of(st.just("adaptive"), st.floats(min_value=1e-3, max_value=1e6)),
+    grace=st.one_of(st.just("adaptive"), st.floats(min_value=1e-3, max_value=1e6)),
     codec=st.sampled_from(["none", "fp16", "int8"]),
 )
 def test_contract_survives_the_wire_and_only_an_equal_one_has_its_digest(
-    lr: float, steps: int, deadline: float | str, codec: str
+    lr: float, steps: int, grace: float | str, codec: str
 ) -> None:
     contract = Contract(
         inner=InnerConfig(lr=lr, steps=steps),
         outer=OuterConfig.model_validate({"codec": codec}),
-        rounds=RoundsConfig.model_validate({"deadline": deadline}),
+        rounds=RoundsConfig.model_validate({"grace": grace}),
     )
     back = contract_from_wire(contract_to_wire(contract))
     assert back == contract
@@ -301,3 +299,11 @@ def test_difference_names_settings_and_both_values_in_order() -> None:
 
 def test_expiry_of_twice_the_heartbeat_is_enough() -> None:
     assert SwarmConfig(heartbeat_s=3, expiry_s=6).expiry_s == 6
+
+
+def test_a_phase_of_fixed_length_needs_weights_that_follow_the_steps(tmp_path: Path) -> None:
+    line = error_line(tmp_path, "rounds.deadline=30")
+    assert "rounds.deadline is 30 and outer.weighting is uniform" in line
+    assert "set outer.weighting to tokens" in line
+    settings = load_settings(None, None, ["rounds.deadline=30", "outer.weighting=tokens"])
+    assert settings.contract.rounds.deadline == 30.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from opendiloco.averager import Averager
-from opendiloco.codec import NonFiniteError, get_codec
+from opendiloco.codec import get_codec
 from opendiloco.config import Contract
 from opendiloco.diloco import DiLoCo, RoundReport
 from opendiloco.errors import SettingsError, SwarmError
@@ -174,7 +174,7 @@ def test_every_hth_step_is_an_outer_step_of_nesterov_momentum() -> None:
             outer.step()
             for anchor, parameter in zip(theta, twin.parameters(), strict=True):
                 parameter.data.copy_(anchor)
-            assert (optimizer.round, optimizer.inner_steps) == (round, 0)
+            assert (optimizer.round, optimizer.phase.steps) == (round, 0)
             torch.testing.assert_close(flat(list(model.parameters())), flat(theta), rtol=1e-5, atol=1e-6)
             assert torch.equal(flat(list(model.parameters())), optimizer.outer.theta)
 
@@ -187,7 +187,7 @@ def test_between_rounds_only_the_inner_optimizer_moves_the_model() -> None:
         train(twin, torch.optim.SGD(twin.parameters(), lr=0.1), 3)
         assert torch.equal(flat(list(model.parameters())), flat(list(twin.parameters())))
         assert torch.equal(optimizer.outer.theta, theta)
-        assert (optimizer.round, optimizer.inner_steps) == (0, 3)
+        assert (optimizer.round, optimizer.phase.steps) == (0, 3)
         optimizer.write_outer_parameters()
         assert torch.equal(flat(list(model.parameters())), theta)
 
@@ -418,15 +418,64 @@ def test_the_end_of_the_network_process_ends_the_step_with_its_reason() -> None:
         train(model, optimizer, 1)
 
 
-def test_a_replica_that_diverged_contributes_nothing_and_keeps_its_outer_state() -> None:
-    model, swarm = linear(), Swarm()
-    with diloco(model, contract_of(steps=1), swarm) as optimizer:
+def test_a_lone_replica_that_diverged_starts_the_round_again_from_the_outer_parameters() -> None:
+    model, swarm, reports = linear(), Swarm(), list[RoundReport]()
+    with diloco(model, contract_of(steps=1), swarm, on_round=reports.append) as optimizer:
         theta = optimizer.outer.theta.clone()
         with torch.no_grad():
             model.weight[0, 0] = math.nan
-        with pytest.raises(NonFiniteError):
-            optimizer.step()
-        assert (optimizer.round, torch.equal(optimizer.outer.theta, theta)) == (0, True)
+        optimizer.step()
+        assert [report.outcome.verdict for report in reports] == ["skip", "skip"]
+        assert "the pseudo-gradient is not finite" in reports[0].outcome.reason
+        assert torch.equal(optimizer.outer.theta, theta)
+        assert torch.equal(flat(list(model.parameters())), theta)
+        assert (optimizer.round, optimizer.phase.steps, optimizer.phase.weight) == (0, 0, 1.0)
+        train(model, optimizer, 1)
+        assert optimizer.round == 1
+        assert bool(torch.isfinite(optimizer.outer.theta).all())
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "tokens"])
+def test_a_replica_that_diverged_has_no_part_in_the_round_and_takes_its_result(weighting: str) -> None:
+    names = ["bad", "good"]
+    group = SimulatedGroup(names, get_codec("none"))
+    reports: dict[str, list[RoundReport]] = {name: [] for name in names}
+    models = {name: linear() for name in names}
+
+    def work(name: str) -> tuple[str, Tensor]:
+        model, contract = models[name], contract_of(steps=2, weighting=weighting)
+        with diloco(model, contract, group.member(name), on_round=reports[name].append) as optimizer:
+            for round in range(2):
+                optimizer.count_tokens(10)
+                train(model, optimizer, 1, seed=round)
+                if name == "bad" and round == 0:
+                    with torch.no_grad():
+                        model.weight[0, 0] = math.inf
+                optimizer.step()
+            return optimizer.params_hash, flat(list(model.parameters()))
+
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(work, names))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+    committed = [report for report in reports["good"] if report.outcome.verdict == "commit"]
+    assert [sorted(report.outcome.weights) for report in committed] == [["good"], ["bad", "good"]]
+    assert [report.outcome.verdict for report in reports["bad"]] == ["skip", "commit", "commit"]
+
+
+def test_work_that_is_dropped_in_the_middle_of_a_phase_leaves_what_is_done_after_it() -> None:
+    model, swarm = linear(), Swarm()
+    with diloco(model, contract_of(steps=3, weighting="tokens"), swarm) as optimizer:
+        theta = optimizer.outer.theta.clone()
+        optimizer.count_tokens(10)
+        train(model, optimizer, 1)
+        optimizer.drop_phase()
+        assert torch.equal(flat(list(model.parameters())), theta)
+        for _ in range(2):
+            optimizer.count_tokens(10)
+            train(model, optimizer, 1)
+        assert optimizer.round == 1
+    assert swarm.requests == [RoundRequest(weight=20.0, tokens=20)]
 
 
 def test_a_request_to_leave_ends_the_wait_for_the_swarm() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import opendiloco
 
 LAYERS = """
-errors config settings options flat codec rounds logs metrics shared guard leave identity outer roundlog checkpoint
-text tokenizer sequences tokens model inner evaluate
+errors config settings options flat codec rounds logs metrics shared guard leave identity outer phase roundlog
+checkpoint text tokenizer sequences tokens model inner evaluate
 membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation
 channel network swarm
 averager diloco display worker trainer simulate processes demo cli __main__ __init__

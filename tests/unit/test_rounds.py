@@ -101,46 +101,46 @@ def at(now: float, arrived: Mapping[str, float], expected: Mapping[str, float], 
     return Gathering(now, arrived, expected, inner_s)
 
 
-deadlines = st.one_of(st.just("adaptive"), st.floats(0.1, 1e4))
+graces = st.one_of(st.just("adaptive"), st.floats(0.1, 1e4))
 
 
-@given(gatherings(), quorums, deadlines)
+@given(gatherings(), quorums, graces)
 def test_a_group_starts_exactly_when_it_has_a_quorum_of_all_live_peers(
-    gathering: Gathering, quorum: float, deadline: float | str
+    gathering: Gathering, quorum: float, grace: float | str
 ) -> None:
     live = len(gathering.arrived.keys() | gathering.expected.keys())
     enough = len(gathering.arrived) >= quorum_size(live, quorum)
-    assert (start_time(gathering, quorum=quorum, deadline=deadline) is not None) == enough  # type: ignore[arg-type]
+    assert (start_time(gathering, quorum=quorum, grace=grace) is not None) == enough  # type: ignore[arg-type]
 
 
-@given(gatherings(), quorums, deadlines)
-def test_nobody_missing_means_no_wait_at_all(gathering: Gathering, quorum: float, deadline: float | str) -> None:
+@given(gatherings(), quorums, graces)
+def test_nobody_missing_means_no_wait_at_all(gathering: Gathering, quorum: float, grace: float | str) -> None:
     missing = gathering.expected.keys() - gathering.arrived.keys()
-    start = start_time(replace(gathering, gone=frozenset(missing)), quorum=quorum, deadline=deadline)  # type: ignore[arg-type]
+    start = start_time(replace(gathering, gone=frozenset(missing)), quorum=quorum, grace=grace)  # type: ignore[arg-type]
     assert start is None or start == max(gathering.arrived.values())
 
 
 def test_a_peer_that_dropped_out_is_not_awaited_but_still_counts_for_the_quorum() -> None:
     two_of_four = Gathering(9.0, {"a": 1.0, "b": 2.0}, {"c": 3.0, "d": 3.0}, 10.0, frozenset("cd"))
-    assert start_time(two_of_four, quorum=0.5, deadline="adaptive") is None
+    assert start_time(two_of_four, quorum=0.5, grace="adaptive") is None
     three = replace(two_of_four, arrived={"a": 1.0, "b": 2.0, "c": 4.0}, gone=frozenset("d"))
-    assert start_time(three, quorum=0.5, deadline="adaptive") == 4.0
+    assert start_time(three, quorum=0.5, grace="adaptive") == 4.0
 
 
-def test_a_fixed_deadline_counts_from_the_first_arrival() -> None:
-    assert start_time(at(9.0, {"a": 5.0, "b": 8.0}, {"c": 6.0}), quorum=0.5, deadline=30.0) == 35.0
+def test_a_fixed_grace_counts_from_the_first_arrival() -> None:
+    assert start_time(at(9.0, {"a": 5.0, "b": 8.0}, {"c": 6.0}), quorum=0.5, grace=30.0) == 35.0
 
 
-def test_adaptive_deadline_is_the_median_plus_a_multiple_of_the_spread() -> None:
+def test_adaptive_grace_is_the_median_plus_a_multiple_of_the_spread() -> None:
     arrived = {"a": 0.0, "b": 100.0, "c": 200.0}
-    start = start_time(at(201.0, arrived, {"d": 1e9}, inner_s=1000.0), quorum=0.5, deadline="adaptive")
+    start = start_time(at(201.0, arrived, {"d": 1e9}, inner_s=1000.0), quorum=0.5, grace="adaptive")
     assert start == 100.0 + max(MIN_GRACE_S, SPREAD_FACTOR * 100.0, GRACE_SHARE * 1000.0)
 
 
 def test_one_straggler_does_not_decide_how_long_the_others_wait() -> None:
     arrived = {"a": 10.0, "b": 11.0, "c": 12.0}
     starts = [
-        start_time(at(13.0, arrived, {"d": finish}, inner_s=20.0), quorum=0.5, deadline="adaptive")
+        start_time(at(13.0, arrived, {"d": finish}, inner_s=20.0), quorum=0.5, grace="adaptive")
         for finish in (14.0, 1e3, 1e9)
     ]
     assert starts[0] is not None
@@ -148,17 +148,17 @@ def test_one_straggler_does_not_decide_how_long_the_others_wait() -> None:
 
 
 @given(gatherings(), quorums, st.floats(0, 1e6))
-def test_the_adaptive_deadline_never_recedes_while_nobody_new_arrives(
+def test_the_adaptive_grace_never_recedes_while_nobody_new_arrives(
     gathering: Gathering, quorum: float, later_s: float
 ) -> None:
-    start = start_time(gathering, quorum=quorum, deadline="adaptive")
+    start = start_time(gathering, quorum=quorum, grace="adaptive")
     later = replace(gathering, now=gathering.now + later_s)
-    assert start_time(later, quorum=quorum, deadline="adaptive") == start
+    assert start_time(later, quorum=quorum, grace="adaptive") == start
 
 
 @given(gatherings(), quorums)
 def test_the_adaptive_wait_is_bounded_by_the_length_of_an_inner_phase(gathering: Gathering, quorum: float) -> None:
-    start = start_time(gathering, quorum=quorum, deadline="adaptive")
+    start = start_time(gathering, quorum=quorum, grace="adaptive")
     assume(start is not None)
     assert start is not None
     bound = min(gathering.arrived.values()) + max(MIN_GRACE_S, MAX_WAIT_FACTOR * gathering.inner_s)
@@ -170,7 +170,7 @@ def test_whoever_comes_within_the_grace_after_the_median_arrival_is_waited_for(
     gathering: Gathering, quorum: float
 ) -> None:
     """The median peer and all before it are never left out, nor is one that comes a moment later."""
-    start = start_time(gathering, quorum=quorum, deadline="adaptive")
+    start = start_time(gathering, quorum=quorum, grace="adaptive")
     assume(start is not None)
     assert start is not None
     assert start >= min(gathering.arrived.values())

@@ -1,0 +1,92 @@
+"""How far a worker's inner phase is: H steps, or as many as it can do in the seconds that the contract gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from opendiloco.config import Contract
+from opendiloco.errors import SettingsError
+
+
+class InnerPhase:
+    """One worker's inner phase, from `begin` to the end of the round. `clock` gives seconds."""
+
+    def __init__(self, contract: Contract, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._deadline = contract.inner.steps, contract.rounds.deadline
+        self._by_tokens = contract.outer.weighting == "tokens"
+        self._clock = clock
+        self.begin()
+
+    def begin(self, *, at: int = 0, since_s: float = 0.0, is_whole: bool = True) -> None:
+        """Start, where the others are.
+
+        Args:
+            at: inner steps that the others have done.
+            since_s: seconds for which they have been at it.
+            is_whole: False: this worker came in the middle of it.
+        """
+        self.steps = self._begun_at = at
+        self._begun, self._started = self._clock(), self._clock() - since_s
+        self.tokens = 0
+        self.is_whole = is_whole
+
+    def drop(self) -> None:
+        """What was done so far is lost; what is left of the phase counts."""
+        self._begun_at, self.tokens, self.is_whole = self.steps, 0, False
+
+    def step(self) -> None:
+        """One inner step has been done."""
+        self.steps += 1
+
+    @property
+    def steps_done(self) -> int:
+        """Inner steps that this worker has really done."""
+        return self.steps - self._begun_at
+
+    @property
+    def seconds(self) -> float:
+        """How long this worker has been at it."""
+        return self._clock() - self._begun
+
+    @property
+    def progress(self) -> float:
+        """Share of the phase that is over: 0 at its start, 1 at its end."""
+        if self._deadline == "adaptive":
+            return min(1.0, self.steps / self._steps)
+        return min(1.0, (self._clock() - self._started) / self._deadline)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the round shall end now."""
+        return self.progress >= 1
+
+    @property
+    def schedule_step(self) -> int:
+        """The step of this round, from 0 to H - 1, that the learning rate is taken for."""
+        done = self.steps if self._deadline == "adaptive" else int(self.progress * self._steps)
+        return min(self._steps - 1, done)
+
+    def seconds_left(self, step_s: float) -> float:
+        """Seconds to the end of the phase, where a step takes `step_s`."""
+        if self._deadline == "adaptive":
+            return (self._steps - self.steps) * step_s
+        return max(0.0, self._deadline - (self._clock() - self._started))
+
+    @property
+    def weight(self) -> float:
+        """Weight of the pseudo-gradient: tokens, or one; 0 follows the round without a part in it.
+
+        A worker that came in the middle of the phase has no vote where all votes are equal.
+
+        Raises:
+            SettingsError: outer.weighting is tokens, and nobody counted any.
+        """
+        if not self._by_tokens:
+            return 1.0 if self.is_whole else 0.0
+        if self.tokens == 0 and self.steps_done:
+            raise SettingsError(
+                "outer.weighting is tokens and no tokens were counted in this round: call count_tokens before "
+                "each step, or set outer.weighting to uniform"
+            )
+        return float(self.tokens)

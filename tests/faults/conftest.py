@@ -1,0 +1,28 @@
+"""Real peers on loopback, and what can happen to them (see `support`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.commands import commands, make_contract, module_commands, text_file
+from support.peers import IGNORED_WARNINGS, module_network, network, network_thread
+from support.waiting import wait_until
+
+__all__ = [
+    "commands",
+    "make_contract",
+    "module_commands",
+    "module_network",
+    "network",
+    "network_thread",
+    "text_file",
+    "wait_until",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            for warning in IGNORED_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))

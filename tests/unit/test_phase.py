@@ -1,0 +1,89 @@
+"""The inner phase: when it is over, what it weighs, and where in the learning rate's schedule it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opendiloco.config import Contract
+from opendiloco.errors import SettingsError
+from opendiloco.phase import InnerPhase
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def phase_of(
+    clock: Clock, *, steps: int = 10, deadline: float | str = "adaptive", weighting: str = "tokens"
+) -> InnerPhase:
+    contract = Contract.model_validate(
+        {"inner": {"steps": steps}, "rounds": {"deadline": deadline}, "outer": {"weighting": weighting}}
+    )
+    return InnerPhase(contract, clock)
+
+
+@given(st.integers(1, 50), st.integers(0, 49))
+def test_phase_of_h_steps_ends_after_the_step_that_makes_h_wherever_it_began(steps: int, at: int) -> None:
+    phase = phase_of(Clock(), steps=steps)
+    phase.begin(at=min(at, steps - 1), is_whole=at == 0)
+    done = 0
+    while not phase.is_over:
+        assert phase.schedule_step == min(at, steps - 1) + done
+        phase.step()
+        done += 1
+    assert done == phase.steps_done == steps - min(at, steps - 1)
+
+
+def test_phase_of_fixed_length_ends_with_its_time_however_many_steps_were_done() -> None:
+    clock = Clock()
+    phase = phase_of(clock, steps=10, deadline=60.0)
+    for _ in range(1000):  # a fast machine
+        phase.step()
+    assert not phase.is_over
+    clock.now += 30
+    assert (phase.progress, phase.schedule_step, phase.seconds_left(9.9)) == (0.5, 5, 30.0)
+    clock.now += 30
+    assert phase.is_over
+    assert phase.schedule_step == 9
+    assert phase.steps_done == 1000
+
+
+def test_joiner_of_a_phase_of_fixed_length_is_done_with_the_others() -> None:
+    clock = Clock()
+    phase = phase_of(clock, deadline=60.0)
+    phase.begin(since_s=45.0, is_whole=False)
+    assert phase.seconds_left(1.0) == 15.0
+    clock.now += 15
+    assert phase.is_over
+    assert phase.seconds == 15.0
+
+
+def test_equal_votes_are_for_whole_phases_and_tokens_count_whatever_was_done() -> None:
+    uniform, tokens = phase_of(Clock(), weighting="uniform"), phase_of(Clock())
+    for phase in (uniform, tokens):
+        phase.step()
+        phase.tokens += 128
+    assert (uniform.weight, tokens.weight) == (1.0, 128.0)
+    for phase in (uniform, tokens):
+        phase.drop()
+    assert (uniform.weight, tokens.weight) == (0.0, 0.0)
+    for phase in (uniform, tokens):
+        phase.step()
+        phase.tokens += 64
+        assert phase.steps_done == 1
+    assert (uniform.weight, tokens.weight) == (0.0, 64.0)
+
+
+def test_tokens_that_nobody_counted_are_an_error_that_tells_the_cure() -> None:
+    phase = phase_of(Clock())
+    phase.step()
+    with pytest.raises(SettingsError, match="call count_tokens before each step"):
+        _ = phase.weight
