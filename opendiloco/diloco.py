@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from opendiloco.averager import Averager
 from opendiloco.config import Contract, OuterConfig
-from opendiloco.errors import SwarmError
+from opendiloco.errors import OpendilocoError, SwarmError
 from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
 from opendiloco.leave import Leave
 from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
@@ -30,8 +30,8 @@ from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
 POLL_S = 0.2  # how soon a wait for the swarm notices a request to leave
 PATIENCE_S = 15.0  # between two lines that say whom a round waits for
-
 LEAVE_LIMIT_S = 7.0  # for an all-reduce that had begun when the user asked to leave
+BAD_NUMBERS_CURE = "lower inner.lr or raise inner.warmup_steps"
 
 T = TypeVar("T")
 
@@ -103,6 +103,7 @@ class DiLoCo(torch.optim.Optimizer):
         if start is not None:
             self._move_to(start[0])
             scatter(self.outer.theta, self._parameters)
+        self._dropped = 0
         self.phase = InnerPhase(contract)
         """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
         try:
@@ -136,11 +137,19 @@ class DiLoCo(torch.optim.Optimizer):
             self._end_round()
         return loss
 
-    def drop_phase(self) -> None:
+    def drop_phase(self, reason: str) -> None:
         """Throw away what this worker did in this round, because its numbers are bad: back to the swarm's theta.
 
         What is left of the phase counts where weights are tokens; otherwise this worker only follows the round.
+
+        Raises:
+            OpendilocoError: that has happened again and again, and the worker contributed nothing in between.
         """
+        self._dropped += 1
+        if self._dropped > self._contract.rounds.max_retries:
+            raise OpendilocoError(
+                f"{reason}, for the {self._dropped}th time without a useful round in between: {BAD_NUMBERS_CURE}"
+            )
         scatter(self.outer.theta, self._parameters)
         self.phase.drop()
         self._swarm.begin_phase(following=self.phase.weight == 0)
@@ -174,10 +183,10 @@ class DiLoCo(torch.optim.Optimizer):
         write_pseudo_gradient(self.outer.theta, self._parameters, gradient)
         norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
-            reason = "the pseudo-gradient is not finite: this worker goes back to the swarm's parameters"
-            outcome = RoundOutcome(verdict="skip", reason=reason)
+            reason = "the pseudo-gradient is not finite"
+            outcome = RoundOutcome(verdict="skip", reason=f"{reason}: back to the swarm's parameters")
             self._on_round(self._report(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
-            self.drop_phase()
+            self.drop_phase(reason)
         for _ in range(self._contract.rounds.max_retries + 1):
             outcome = self._average()
             if outcome.verdict == "commit":
@@ -232,6 +241,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _commit(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> None:
         """The outer step, on bytes that are the same at every participant."""
+        self._dropped = 0 if self.phase.weight > 0 else self._dropped
         self._hash.result()  # of the state that is about to change
         started = time.monotonic()
         average = self._vectors["average"]

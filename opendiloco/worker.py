@@ -14,9 +14,8 @@ import torch
 
 from opendiloco.averager import Averager
 from opendiloco.checkpoint import Checkpoint, CheckpointWriter, copy_to_host
-from opendiloco.diloco import DiLoCo, RoundReport
+from opendiloco.diloco import BAD_NUMBERS_CURE, DiLoCo, RoundReport
 from opendiloco.display import Display, round_line
-from opendiloco.errors import OpendilocoError
 from opendiloco.evaluate import validation_loss
 from opendiloco.inner import InnerStepResult, choose_device, inner_step, learning_rate, make_inner_optimizer
 from opendiloco.leave import Leave
@@ -76,7 +75,6 @@ class Worker:
         self.model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=seed).to(self._device)
         self._reports: list[RoundReport] = []
         self._losses: list[float] = []
-        self._bad_steps = 0
         self._resumed = checkpoint is not None
         self._every_rounds, self._writer = settings.peer.checkpoint.every_rounds, writer
         inner = make_inner_optimizer(self.model, contract.inner)
@@ -138,7 +136,6 @@ class Worker:
         if not result.finite:
             self._go_back(result, step)
             return
-        self._bad_steps = 0
         self._losses.append(result.loss)
         self._report_step(result, lr=lr, step=step, number=number, round=round)
         if self._reports:
@@ -150,14 +147,10 @@ class Worker:
             self._phase_started = time.monotonic()
 
     def _go_back(self, result: InnerStepResult, step: int) -> None:
-        """Bad numbers do not leave this worker: it goes on from the swarm's parameters, unless that never helps."""
-        self._bad_steps += 1
-        what = f"loss {result.loss} with gradient norm {result.grad_norm} at inner step {step}"
-        cure = "lower inner.lr or raise inner.warmup_steps"
-        if self._bad_steps > self.contract.rounds.max_retries:
-            raise OpendilocoError(f"{what}, {self._bad_steps} times in a row: {cure}")
-        self._warn(f"{what}: this worker's steps of the round are dropped, back to the swarm's parameters; {cure}")
-        self.optimizer.drop_phase()
+        """Bad numbers do not leave this worker: it goes on from the swarm's parameters."""
+        reason = f"loss {result.loss} with gradient norm {result.grad_norm} at inner step {step}"
+        self._warn(f"{reason}: this worker's part of the round is dropped ({BAD_NUMBERS_CURE})")
+        self.optimizer.drop_phase(reason)
         self._losses.clear()
         self._phase_started = time.monotonic()
 

@@ -32,7 +32,7 @@ def attempt(round: int, verdict: str, time: float) -> dict[str, Any]:
 def test_worker_that_is_lost_before_the_first_round_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
     workers = [ended(tmp_path / "a", "pass"), ended(tmp_path / "b", "raise SystemExit('data.seq_len is too long')")]
     readers = [MetricsReader(worker.folder / "metrics.jsonl") for worker in workers]
-    with pytest.raises(SwarmError, match="b ended with exit code 1: data.seq_len is too long"):
+    with pytest.raises(SwarmError, match=r"b ended with exit code 1: data\.seq_len is too long"):
         _watch(workers, readers, 8, 40, Console(quiet=True))
 
 

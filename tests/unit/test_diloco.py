@@ -20,7 +20,7 @@ from opendiloco.averager import Averager
 from opendiloco.codec import get_codec
 from opendiloco.config import Contract
 from opendiloco.diloco import DiLoCo, RoundReport
-from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.leave import Leave
 from opendiloco.outer import genesis_lineage, next_lineage, params_hash
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
@@ -463,13 +463,22 @@ def test_a_replica_that_diverged_has_no_part_in_the_round_and_takes_its_result(w
     assert [report.outcome.verdict for report in reports["bad"]] == ["skip", "commit", "commit"]
 
 
+def test_a_replica_that_diverges_again_and_again_ends_with_the_reason_and_the_cure() -> None:
+    model = linear()
+    with diloco(model, contract_of(steps=1, max_retries=3)) as optimizer:
+        for _ in range(3):
+            optimizer.drop_phase("the loss is nan")
+        with pytest.raises(OpendilocoError, match=r"the loss is nan, for the 4th time .*: lower inner.lr"):
+            optimizer.drop_phase("the loss is nan")
+
+
 def test_work_that_is_dropped_in_the_middle_of_a_phase_leaves_what_is_done_after_it() -> None:
     model, swarm = linear(), Swarm()
     with diloco(model, contract_of(steps=3, weighting="tokens"), swarm) as optimizer:
         theta = optimizer.outer.theta.clone()
         optimizer.count_tokens(10)
         train(model, optimizer, 1)
-        optimizer.drop_phase()
+        optimizer.drop_phase("the loss is nan")
         assert torch.equal(flat(list(model.parameters())), theta)
         for _ in range(2):
             optimizer.count_tokens(10)
