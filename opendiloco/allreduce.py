@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from opendiloco.rounds import Part, Verdict, plan_parts, verdict
 from opendiloco.wire import FrameKind, Stream, WireError
 
 LINGER_S = 1.0
+MIN_MEASURED_BYTES = 500_000  # below that, latency is all one sees
 
 Connect = Callable[[str], Awaitable[Stream]]
 
@@ -75,8 +77,8 @@ class Attempt:
     """Peers that dropped out, and how this peer noticed."""
     sent_bytes: int
     received_bytes: int
-    bandwidth: float
-    """Bytes per second that this peer sent while it had something to send; 0 when it sent nothing."""
+    bandwidth: float | None
+    """Bytes per second that the others got from this peer, together; None when that was too little to tell."""
 
 
 class AllReduce:
@@ -110,7 +112,8 @@ class AllReduce:
         self._failures: dict[int, str] = {}
         self._is_over = False
         self._streams: list[Stream] = []
-        self._rates: list[float] = []
+        self._started = 0.0
+        self._arrived_s: dict[int, float] = {}
 
     async def run(self) -> Attempt:
         """Send this member's values and collect all averages; members that fail end up in `Attempt.failures`.
@@ -119,6 +122,7 @@ class AllReduce:
             NonFiniteError: this member's own values are not finite.
         """
         require_finite(self._values)
+        self._started = time.monotonic()
         waiting = {index for index in range(len(self.group.members)) if index != self._me and self._plan[index]}
         try:
             async with asyncio.timeout(self._limit_s), asyncio.TaskGroup() as tasks:
@@ -149,7 +153,8 @@ class AllReduce:
         sending = asyncio.create_task(self._send(reducer, stream))
         try:
             for part in self._plan[reducer]:
-                self._accept(part, *await self._receive_average(part, stream))
+                self._accept(part, *await self._receive_average(reducer, part, stream))
+                await stream.send(FrameKind.RECEIVED)
         except (WireError, CodecError) as error:
             self._failures.setdefault(reducer, str(error))
         finally:
@@ -159,20 +164,20 @@ class AllReduce:
             stream.close()
 
     async def _send(self, reducer: int, stream: Stream) -> None:
-        started, before = time.monotonic(), stream.sent_bytes
         await stream.send(FrameKind.GROUP, self.group.id)
         for part in self._plan[reducer]:
             encoded = self._codec.encode(self._values[part.start : part.stop])
             await stream.send(FrameKind.PART, memoryview(encoded.numpy().data))
-        self._rates.append((stream.sent_bytes - before) / max(time.monotonic() - started, 1e-6))
 
-    async def _receive_average(self, part: Part, stream: Stream) -> tuple[memoryview, bytes]:
+    async def _receive_average(self, reducer: int, part: Part, stream: Stream) -> tuple[memoryview, bytes]:
         size = self._codec.wire_bytes(part.size)
         while True:
-            expected = {FrameKind.AVERAGE: size + self._mask_bytes, FrameKind.WAITING: 0}
+            expected = {FrameKind.AVERAGE: size + self._mask_bytes, FrameKind.WAITING: 0, FrameKind.ARRIVED: 0}
             kind, payload = await stream.receive(expected)
             if kind == FrameKind.AVERAGE:
                 return memoryview(payload)[:size], bytes(payload[size:])
+            if kind == FrameKind.ARRIVED:
+                self._arrived_s.setdefault(reducer, time.monotonic() - self._started)
 
     def _accept(self, part: Part, encoded: memoryview, mask: bytes) -> None:
         """Decode an averaged part; every member decodes the same bytes. Too late, it is nobody's any more."""
@@ -204,8 +209,17 @@ class AllReduce:
             failures={self.group.members[index].peer: reason for index, reason in failures.items()},
             sent_bytes=sum(stream.sent_bytes for stream in self._streams),
             received_bytes=sum(stream.received_bytes for stream in self._streams),
-            bandwidth=sum(self._rates),
+            bandwidth=self._bandwidth(),
         )
+
+    def _bandwidth(self) -> float | None:
+        """From what half of the others had by when: a receiver that is slow itself does not count against this peer."""
+        if not self._arrived_s:
+            return None
+        half_s = statistics.median_high(self._arrived_s.values())
+        parts = [part for index, at_s in self._arrived_s.items() if at_s <= half_s for part in self._plan[index]]
+        size = sum(self._codec.wire_bytes(part.size) for part in parts)
+        return size / max(half_s, 1e-6) if size >= MIN_MEASURED_BYTES else None
 
     def _contributors(self, mask: bytes) -> frozenset[str]:
         bits = int.from_bytes(mask, "little")

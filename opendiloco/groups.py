@@ -17,7 +17,7 @@ from opendiloco.wire import FrameKind, Stream, WireError
 STREAM_NAME = "opendiloco.reduce"
 GROUP_ID_BYTES = 16
 MAX_EARLY_STREAMS = 4096
-MIN_MEASURED_BYTES = 1_000_000
+DECAY = 0.8  # of the bandwidth a link has shown, per round in which it shows less
 MIN_LIMIT_S = 30.0  # for an attempt, whatever its size
 MIN_BYTES_PER_S = 125_000  # 1 Mbit/s: a group that is slower than this gives up
 
@@ -57,9 +57,8 @@ class Groups:
         finally:
             # members that are still being served find it for a while longer
             asyncio.get_running_loop().call_later(self._silence_s, self._known.pop, group.id, None)
-        if attempt.sent_bytes >= MIN_MEASURED_BYTES:  # small transfers measure latency and say nothing
-            before = self.bandwidth if self.bandwidth is not None else attempt.bandwidth
-            self.bandwidth = (before + attempt.bandwidth) / 2
+        if attempt.bandwidth is not None:  # a link that others kept busy looks slow: remember what it can do
+            self.bandwidth = max(attempt.bandwidth, DECAY * (self.bandwidth or 0.0))
         return attempt
 
     async def _connect(self, peer: str) -> Stream:

@@ -78,7 +78,7 @@ class Reducer:
         await asyncio.gather(*(reduction.done.wait() for reduction in self._reductions))
 
     async def wait_until_served(self, limit_s: float) -> None:
-        """Wait, at most `limit_s` seconds, until all members have been sent their averages or have dropped out."""
+        """Wait, at most `limit_s` seconds, until all members have their averages or have dropped out."""
         if self._unserved:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
@@ -94,8 +94,11 @@ class Reducer:
             self._all_seen.set()
         answering = asyncio.create_task(self._answer(stream))
         try:
-            await self._receive(sender, stream)
+            confirmed = await self._receive(sender, stream)
             await answering
+            with contextlib.suppress(WireError):  # who has everything may go
+                for _ in range(confirmed, len(self._reductions)):
+                    await stream.receive({FrameKind.RECEIVED: 0})
         except (WireError, CodecError) as error:
             self._drop(sender, str(error))
             await stream.refuse(str(error))
@@ -105,14 +108,20 @@ class Reducer:
                 await answering
             self._served(sender)
 
-    async def _receive(self, sender: int, stream: Stream) -> None:
+    async def _receive(self, sender: int, stream: Stream) -> int:
+        """Take a member's values; returns how many averages it has confirmed meanwhile."""
+        confirmed = 0
         for reduction in self._reductions:
-            _, payload = await stream.receive({FrameKind.PART: self._codec.wire_bytes(reduction.part.size)})
+            expected = {FrameKind.PART: self._codec.wire_bytes(reduction.part.size), FrameKind.RECEIVED: 0}
+            while (frame := await stream.receive(expected))[0] == FrameKind.RECEIVED:
+                confirmed += 1
+                if confirmed > len(self._reductions):
+                    raise WireError("confirmed more averages than there are")
             if sender not in reduction.waiting:
                 raise WireError("was too late and has been left out")
             accumulate(
                 self._codec,
-                torch.frombuffer(payload, dtype=torch.uint8),
+                torch.frombuffer(frame[1], dtype=torch.uint8),
                 weight=self._weights[sender],
                 accumulator=self._sum_of(reduction),
                 scratch=self._scratch,
@@ -120,6 +129,8 @@ class Reducer:
             reduction.waiting.discard(sender)
             reduction.contributors.add(sender)
             self._finish_if_complete(reduction)
+        await stream.send(FrameKind.ARRIVED)
+        return confirmed
 
     async def _answer(self, stream: Stream) -> None:
         for reduction in self._reductions:

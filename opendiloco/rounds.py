@@ -16,7 +16,7 @@ import blake3
 Verdict = Literal["commit", "retry", "skip", "resync"]
 
 PART_VALUES = 256 * 1024  # values per part: 256 KB as int8, a tenth of a second at 20 Mbit/s
-NEGLIGIBLE = 1e-6  # of the group's largest bandwidth: such a peer reduces nothing
+SLOW_SHARE = 0.5  # of the group's usual bandwidth: a peer with less reduces nothing
 MIN_GRACE_S = 5.0
 GRACE_SHARE = 0.5  # of an inner phase
 SPREAD_FACTOR = 3.0
@@ -158,38 +158,21 @@ def start_time(gathering: Gathering, *, quorum: float, grace: float | Literal["a
 
 
 def reduce_shares(measured: Sequence[float | None]) -> tuple[float, ...]:
-    """Share of the vector that each peer reduces, so that the slowest link is done soonest.
+    """Share of the vector that each peer reduces: equal ones, but none of it for a peer whose link is slow.
+
+    A peer of k moves (1 + (k - 2) * share) vectors each way, so one that reduces nothing saves up to half of its bytes
+    and burdens others with them. A finer division would save little more, and measurements are noisy: a link counts as
+    slow below half of what is usual. With two peers any split costs the same.
 
     Args:
-        measured: bandwidth of each peer in bytes/s; 0 reduces nothing, None (not measured yet) counts as the median.
-
-    A peer of k moves (1 + (k - 2) * share) vectors each way. Filling up a common finish time T gives
-    share = max(0, (T * bandwidth - 1) / (k - 2)); with two peers any split costs the same, so it is even.
-    Bandwidths within a factor of 1.5 count as equal: measurements are noisy.
+        measured: bandwidth of each peer in bytes/s; 0 cannot reduce, None (not measured yet) counts as usual.
     """
     known = [bandwidth for bandwidth in measured if bandwidth]
-    usual = statistics.median_low(known) if known else 1.0
-    fastest = max(known, default=1.0)
-    relative = [(usual if bandwidth is None else bandwidth) / fastest for bandwidth in measured]
-    bandwidths = [bandwidth if bandwidth > NEGLIGIBLE else 0.0 for bandwidth in relative]
-    able = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
-    if not able:
+    least = statistics.median_high(known) * SLOW_SHARE if known and len(measured) > 2 else 0.0
+    able = [bandwidth is None or (bandwidth > 0 and bandwidth >= least) for bandwidth in measured]
+    if not any(able):
         raise ValueError("no peer of the group can be reached, so nobody can reduce")
-    count = len(bandwidths)
-    if count <= 2 or max(able) <= 1.5 * min(able):
-        return tuple(1 / len(able) if bandwidth > 0 else 0.0 for bandwidth in bandwidths)
-
-    def shares(finish: float) -> list[float]:
-        return [max(0.0, (finish * bandwidth - 1) / (count - 2)) for bandwidth in bandwidths]
-
-    low, high = 0.0, (count - 1) / min(able)
-    while sum(shares(high)) < 1:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(shares(middle)) < 1 else (low, middle)
-    found = shares(high)
-    return tuple(share / sum(found) for share in found)
+    return tuple(1 / sum(able) if is_able else 0.0 for is_able in able)
 
 
 @dataclass(frozen=True)

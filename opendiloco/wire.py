@@ -28,13 +28,18 @@ class FrameKind(IntEnum):
     """Reducer to sender: the encoded average of one part, then who is in it (a bit per member)."""
     WAITING = 4
     """Reducer to sender: alive, but still waiting for others' values."""
-    REQUEST = 6
+    RECEIVED = 5
+    """Sender to reducer: one more average has arrived. Only then may the reducer close the stream: one that is closed
+    while data is on its way loses the end of it."""
+    ARRIVED = 6
+    """Reducer to sender: all of its values are there. The sender cannot tell: buffers on the way take them at once."""
+    REQUEST = 7
     """Asker to donor: what is wanted (JSON)."""
-    HEADER = 7
+    HEADER = 8
     """Donor to asker: what follows (JSON)."""
-    DATA = 8
+    DATA = 9
     """Donor to asker: the bytes that the header describes."""
-    REFUSED = 5
+    REFUSED = 10
     """Either way, last: why the other side stops (text)."""
 
 
@@ -49,24 +54,20 @@ class Stream:
         self._reader, self._writer, self.timeout_s = reader, writer, timeout_s
         self.sent_bytes = 0
         self.received_bytes = 0
+        self._sending = asyncio.Lock()
 
     async def send(self, kind: FrameKind, *payloads: bytes | memoryview) -> None:
-        """Write one frame and wait until most of it has left this process.
+        """Write one frame and wait until most of it has left this process. Several tasks may send on one stream.
 
         Raises:
             WireError: the other side takes nothing for `timeout_s` seconds, or is gone.
         """
         length = sum(len(payload) for payload in payloads)
-        try:
-            self._writer.write(_HEADER.pack(kind, length))
+        async with self._sending:
+            await self._write(_HEADER.pack(kind, length))
             for payload in payloads:
-                self._writer.write(payload)
-            async with asyncio.timeout(self.timeout_s):
-                await self._writer.drain()
-        except TimeoutError:
-            raise WireError(f"took no data for {self.timeout_s:g} s") from None
-        except (OSError, RuntimeError) as error:
-            raise WireError(f"connection lost ({error or type(error).__name__})") from None
+                for start in range(0, len(payload), _CHUNK_BYTES):
+                    await self._write(payload[start : start + _CHUNK_BYTES])
         self.sent_bytes += _HEADER.size + length
 
     async def receive(self, expected: dict[FrameKind, int]) -> tuple[FrameKind, bytearray]:
@@ -112,17 +113,30 @@ class Stream:
         """Let go of the stream; the other side reads its end."""
         self._writer.close()
 
+    async def _write(self, data: bytes | memoryview) -> None:
+        try:
+            self._writer.write(data)
+            async with asyncio.timeout(self.timeout_s):
+                await self._writer.drain()
+        except TimeoutError:
+            raise WireError(f"took no data for {self.timeout_s:g} s") from None
+        except (OSError, RuntimeError) as error:
+            raise WireError(f"connection lost ({error or type(error).__name__})") from None
+
     async def _read(self, length: int) -> bytearray:
-        data = bytearray(length)
-        for start in range(0, length, _CHUNK_BYTES):
-            stop = min(start + _CHUNK_BYTES, length)
+        data, read = bytearray(length), 0
+        while read < length:
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    data[start:stop] = await self._reader.readexactly(stop - start)
+                    piece = await self._reader.read(min(_CHUNK_BYTES, length - read))
             except TimeoutError:
                 raise WireError(f"sent nothing for {self.timeout_s:g} s") from None
-            except (asyncio.IncompleteReadError, OSError):
+            except OSError:
                 raise WireError("connection lost") from None
+            if not piece:
+                raise WireError("connection lost")
+            data[read : read + len(piece)] = piece
+            read += len(piece)
         return data
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 PIECE_BYTES = 16 * 1024
-PIECES_ON_THE_WAY = 64
+PIECES_ON_THE_WAY = 16
+TIMER_SLACK_S = 0.01
 LIMIT_S = 20.0
 
 
@@ -56,7 +57,7 @@ class Host:
         self.carried_bytes += size
         if self.rate is not None:
             now = time.monotonic()
-            self._free_at[way] = max(self._free_at.get(way, 0.0), now) + size / self.rate
+            self._free_at[way] = max(self._free_at.get(way, 0.0), now - TIMER_SLACK_S) + size / self.rate
             await asyncio.sleep(self._free_at[way] - now)
 
 
@@ -166,7 +167,7 @@ class Links:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver(on_the_way, writer, source, to))
             while data := await reader.read(PIECE_BYTES):
-                await asyncio.gather(source.carry(len(data), "out"), to.carry(len(data), "in"))
+                await source.carry(len(data), "out")
                 await on_the_way.put((time.monotonic() + source.delay_s + to.delay_s, data))
             raise ConnectionResetError
 
@@ -177,6 +178,7 @@ class Links:
             arrival, data = await on_the_way.get()
             while source.is_stalled or to.is_stalled:
                 await asyncio.sleep(0.05)
+            await to.carry(len(data), "in")
             await asyncio.sleep(max(0.0, arrival - time.monotonic()))
             writer.write(data)
             await writer.drain()

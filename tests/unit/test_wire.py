@@ -303,7 +303,7 @@ def test_a_reason_cannot_write_lines_or_control_a_terminal(payload: bytes) -> No
 
 def test_a_reason_that_is_too_long_is_not_read() -> None:
     length = MAX_REASON_BYTES + 1
-    assert error_of(FrameKind.REFUSED, length, bytes(length)) == "sent a frame of kind 5 out of turn"
+    assert error_of(FrameKind.REFUSED, length, bytes(length)) == f"sent a frame of kind {FrameKind.REFUSED} out of turn"
 
 
 def test_refusing_a_side_that_is_gone_or_takes_nothing_is_no_error() -> None:
