@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hivemind.dht import DHTNode
@@ -23,6 +24,7 @@ from opendiloco.membership import SignedRecords
 from opendiloco.wire import Stream, WireError
 
 PORT_WAIT_S = 5.0  # for the port of a predecessor that is just going
+MAX_RECONNECTS = 3  # lost peers that are tried at a time
 MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
 TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError)
 
@@ -69,6 +71,19 @@ class Host:
     async def is_alive(self, peer: PeerID) -> bool:
         """Whether the network process of `peer` answers."""
         return await self.node.protocol.call_ping(peer) is not None
+
+    async def reconnect(self, known: Iterable[str]) -> None:
+        """Try to get back to peers that have fallen out of this peer's part of the DHT.
+
+        The DHT forgets whoever does not answer, and two halves of a torn network forget each other for good: nothing
+        in it ever looks for a peer that was lost. Here each side does, a few peers at a time.
+        """
+        initial = [PeerID.from_base58(Multiaddr(address)["p2p"]) for address in self._config.peers]
+        everybody = {*initial, *map(PeerID.from_base58, known)} - {self.p2p.peer_id}
+        lost = [peer for peer in everybody if self.node.protocol.routing_table.get(peer_id=peer) is None]
+        for peer in random.sample(lost, min(len(lost), MAX_RECONNECTS)):
+            if await self.is_alive(peer):
+                self.node.blacklist.register_success(peer)
 
     async def close(self) -> None:
         """Leave the DHT and stop libp2p."""

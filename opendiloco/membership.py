@@ -27,6 +27,7 @@ MAX_LIFETIME_S = 300.0
 CONTRACT_LIFETIME_S = 60.0
 CONTRACT_COPIES = 3
 READ_LIMIT_S = 10.0
+REMEMBERED_S = 3600.0
 RUNS_KEY = "opendiloco.runs"
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -123,6 +124,8 @@ class Membership:
     """Live workers of the run by peer id, this one excluded; as of the last `refresh`."""
     own: Progress | None = None
     """This peer's own newest record as the DHT shows it."""
+    known: dict[str, float] = field(default_factory=dict)
+    """Every worker of the run that was seen in the last hour, and when."""
     _expirations: dict[str, float] = field(default_factory=dict)
 
     async def announce(self, progress: Progress) -> bool:
@@ -144,8 +147,11 @@ class Membership:
         now = time.time()
         for peer in [peer for peer, record in self.view.items() if record.state == "left"]:
             del self.view[peer]
+            self.known.pop(peer, None)
         for peer in [peer for peer in self.view if self._expirations[peer] < now]:
             del self.view[peer]
+        self.known |= dict.fromkeys(self.view, now)
+        self.known = {peer: seen for peer, seen in self.known.items() if now - seen < REMEMBERED_S}
 
     async def publish_contract(self, contract: Contract) -> None:
         """Keep a few signed copies of the contract on the DHT, renewed by whoever sees too few."""

@@ -8,6 +8,7 @@ uses hivemind's `DHTNode` and `P2P` directly instead of its forked `DHT` process
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -36,6 +37,8 @@ from opendiloco.rendezvous import Rendezvous
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import map_vectors
 from opendiloco.wire import Stream
+
+LAST_ROUND_LIMIT_S = 120.0  # for others to get what this peer has, before it ends
 
 
 class PeerProcess:
@@ -69,7 +72,9 @@ class PeerProcess:
         """Become a worker of a run, whose outer state in shared memory stands at `position`."""
         p2p, silence_s, codec = self._host.p2p, contract.rounds.failure_timeout_s, get_codec(contract.outer.codec)
         vectors = map_vectors(self._memory, sizes)
-        self._presence = presence = Presence(self._membership, self._config, contract, layout, position)
+        self._presence = presence = Presence(
+            self._membership, self._config, contract, layout, position, reconnect=self._host.reconnect
+        )
         self._donor = Donor(p2p, vectors, self._folder / "roundlog", keep=self._config.log_rounds, silence_s=silence_s)
         self._donor.settle(position)
         self._recoverer = Recoverer(
@@ -163,6 +168,15 @@ class PeerProcess:
     async def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`, which is computed after the round was announced."""
         self._presence.set_params_hash(round, params_hash)
+
+    async def wait_for_others(self) -> None:
+        """Stay until whoever took part in the last round has it: it may still need bytes from here."""
+        if self._entered:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_ROUND_LIMIT_S):
+                    while self._presence.behind():
+                        await asyncio.sleep(REFRESH_S)
+                        await self._presence.refresh()
 
     async def leave(self) -> None:
         """Tell the swarm that this peer goes."""

@@ -7,6 +7,7 @@ import logging
 import secrets
 import statistics
 import time
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from opendiloco.config import Contract, SwarmConfig
@@ -26,8 +27,16 @@ class Presence:
     """A worker's place in its run, from `open` until it leaves."""
 
     def __init__(
-        self, membership: Membership, config: SwarmConfig, contract: Contract, layout: str, position: Position
+        self,
+        membership: Membership,
+        config: SwarmConfig,
+        contract: Contract,
+        layout: str,
+        position: Position,
+        *,
+        reconnect: Callable[[Iterable[str]], Awaitable[None]],
     ) -> None:
+        """Args: `reconnect` looks for peers that were known and have been lost."""
         self.contract = contract
         self.participants: frozenset[str] = frozenset()
         """Of the last committed round: they are about to announce it, whatever their records still say."""
@@ -35,7 +44,7 @@ class Presence:
         """Length of the last inner phase."""
         self.fatal: SettingsError | None = None
         """Why this worker must not go on, found by a heartbeat."""
-        self._membership, self._config = membership, config
+        self._membership, self._config, self._reconnect = membership, config, reconnect
         self._peer = membership.identity.peer_id
         self._refreshed = 0.0
         self._phase_started = now = time.time()
@@ -64,6 +73,7 @@ class Presence:
         await self._membership.publish_contract(self.contract)
         await self._announce()
         self._in_background(self._heartbeat())
+        self._in_background(self._look_for_lost_peers())
 
     async def close(self) -> None:
         """Stop the heartbeat."""
@@ -141,6 +151,11 @@ class Presence:
             except TRANSPORT_ERRORS as error:
                 logger.warning("the DHT did not take the run contract: %r", error)
 
+    async def _look_for_lost_peers(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            await self._reconnect(list(self._membership.known))
+
     def _in_background(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -197,6 +212,11 @@ class Presence:
             return None
         donors = [peer for peer, record in records.items() if record.lineage == best.lineage and not record.client_mode]
         return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
+
+    def behind(self) -> list[str]:
+        """Live peers that took part in this worker's last round and have not announced it yet."""
+        records = ((peer, self._membership.view.get(peer)) for peer in sorted(self.participants))
+        return [peer for peer, record in records if record is not None and record.round < self._own.round]
 
     def ahead(self) -> str | None:
         """Why this worker cannot take part in the swarm's current round, if so."""

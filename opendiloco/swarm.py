@@ -211,6 +211,8 @@ class Swarm:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self._wait_for_others()
         if kind is None or issubclass(kind, (OpendilocoError, Leave)):
             self.leave()  # others need not wait for this peer's record to expire
         self.close()
@@ -222,6 +224,12 @@ class Swarm:
             except TimeoutError:
                 if self._leaving():
                     raise Leave from None
+
+    def _wait_for_others(self) -> None:
+        """Others may need the last round from here, unless the user wants to leave."""
+        with contextlib.suppress(SwarmError, Leave):
+            if self._opening.done() and not self._leaving():
+                self._wait(self._caller.start("wait_for_others"))
 
     def _explain_end(self) -> str:
         return f"the network process of this peer has ended: the reason is in {self._log_file}"

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from support.commands import commands, make_contract, module_commands, text_file
+from support.links import links
 from support.peers import IGNORED_WARNINGS, module_network, network, network_thread
 from support.waiting import wait_until
 
 __all__ = [
     "commands",
+    "links",
     "make_contract",
     "module_commands",
     "module_network",

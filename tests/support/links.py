@@ -155,7 +155,7 @@ class Links:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pump(reader, inner_writer, caller, host))
                 tasks.create_task(self._pump(inner_reader, writer, host, caller))
-        except* OSError:
+        except* (OSError, asyncio.CancelledError):  # cancelled by `close`
             pass
         for end in (writer, inner_writer):
             pipes.discard(end)

@@ -16,12 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 import uvloop
 from torch import Tensor
 
 from opendiloco.config import Contract, OuterConfig, RoundsConfig, RunConfig, SwarmConfig
 from opendiloco.identity import Identity
+from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.rounds import Position, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
 from support.waiting import LIMIT_S
@@ -83,6 +85,39 @@ class Peer:
         tokens = before.tokens + sum(outcome.tokens.values())
         self.position = Position(before.round + 1, outcome.lineage, ZERO, tokens)
         self._network.run(self.process.committed(self.position))
+
+    def finish_round(self, *, retries: int = 5) -> Future[list[RoundOutcome]]:
+        """Get through one round as a trainer does: retry, commit with the outer step, or catch up with the others."""
+        return self._network.start(self._finish_round(retries))
+
+    async def _finish_round(self, retries: int) -> list[RoundOutcome]:
+        outcomes: list[RoundOutcome] = []
+        for _ in range(retries + 1):
+            outcomes.append(outcome := await self.process.average(RoundRequest(1.0, 1)))
+            if outcome.verdict == "commit":
+                outer_step(state := self.state, self.vectors["average"], OuterConfig())
+                tokens = self.position.tokens + sum(outcome.tokens.values())
+                self.position = Position(state.round, outcome.lineage, params_hash(state), tokens)
+                await self.process.committed(self.position)
+                break
+            if outcome.verdict == "resync":
+                self.position = (await self.process.catch_up()).position
+                await self.process.begin_phase(False)
+                break
+        return outcomes
+
+    @property
+    def state(self) -> OuterState:
+        """Its outer state; shares memory with it."""
+        vectors = self.vectors
+        return OuterState(vectors["theta"], vectors["momentum"], vectors["second_moment"], round=self.position.round)
+
+    @property
+    def daemon(self) -> psutil.Process:
+        """Its libp2p daemon."""
+        keys = str(self._folder)
+        (found,) = (child for child in psutil.Process().children(recursive=True) if keys in " ".join(child.cmdline()))
+        return found
 
     def awaited(self) -> str:
         """Whom this worker's round waits for."""

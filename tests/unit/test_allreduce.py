@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -385,7 +386,14 @@ def test_any_weights_shares_and_sizes_come_to_one_right_average(
 def test_every_byte_sent_is_a_byte_received() -> None:
     attempts = Lab((1.0, 2.0, 3.0), (0.5, 0.2, 0.3), "int8").run().values()
     assert sum(attempt.sent_bytes for attempt in attempts) == sum(attempt.received_bytes for attempt in attempts) > 0
-    assert all(attempt.bandwidth > 0 for attempt in attempts)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_bandwidth_is_measured_once_it_is_more_than_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = partial(Lab, (1.0, 2.0, 3.0), (0.5, 0.2, 0.3), "int8")
+    assert [attempt.bandwidth for attempt in lab().run().values()] == [None, None, None]
+    monkeypatch.setattr("opendiloco.allreduce.MIN_MEASURED_BYTES", 1)
+    assert all(attempt.bandwidth is not None and attempt.bandwidth > 0 for attempt in lab().run().values())
 
 
 def test_a_lone_member_sends_nothing_and_gets_its_own_values_through_the_codec() -> None:
