@@ -116,8 +116,8 @@ class Host:
             return SwarmError(f"libp2p did not start within {limit_s:g} s ({error}): see log.txt")
         named = ", ".join(self._config.peers[:3]) + (", ..." if len(self._config.peers) > 3 else "")
         return SwarmError(
-            f"swarm.peers {named}: none answered within {limit_s:g} s: check that one of them runs and can be "
-            f"reached from here, or name another peer of the run"
+            f"swarm.peers {named}: none answered: check that one of them runs and can be reached from here, or name "
+            f"another peer of the run (swarm.startup_timeout_s is {limit_s:g})"
         )
 
 

@@ -214,7 +214,7 @@ def _summarize(workers: list[Process], events: list[list[dict[str, Any]]], round
     console.print(f"rounds             {fewest} of {rounds} committed by all {len(survivors)} workers", end="")
     lost = ", ".join(worker.name for worker in workers if worker.is_lost)
     console.print(f" that stayed ({lost} lost)" if lost else "")
-    console.print(f"bytes per round    {sum(moved) / max(1, len(moved)) / 1e6:.2f} MB sent and received per worker")
+    console.print(f"bytes per round    {sum(moved) / max(1, len(moved)) / 1e6:.2f} MB per worker, sent plus received")
     console.print(f"training           {tokens:,} tokens in {elapsed_s:.0f} s")
     console.print(f"replicas identical: {'yes' if identical else 'no'}")
     sampled = _show_sample(workers[survivors[0]].folder / "model", console)

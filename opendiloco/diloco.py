@@ -109,7 +109,8 @@ class DiLoCo(torch.optim.Optimizer):
         try:
             swarm.enter(contract, layout.digest, self._position())
             self.recovery = self._catch_up()
-            self.workers = self._wait(swarm.wait_for_start())
+            with self.phase.paused():
+                self.workers = self._wait(swarm.wait_for_start())
         except BaseException:
             self.finish()
             raise

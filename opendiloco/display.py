@@ -21,7 +21,9 @@ def round_line(event: RoundEvent, *, live: int, reason: str) -> str:
         f"round {event.round} | {len(event.participants)} of {live} workers | loss {event.loss:.3f} | "
         f"inner {event.inner_s:.1f} s, wait {event.wait_s:.1f} s, "
         f"all-reduce {event.allreduce_s:.1f} s ({wire_bytes / 1e6:.1f} MB {event.codec}{rate}) | "
-        f"{event.verdict} {event.lineage[:6]}" + (f" | {reason}" if reason else "")
+        f"{event.verdict} {event.lineage[:6]}"
+        + (f" | replica {event.params_hash[:12]}" if event.params_hash else "")
+        + (f" | {reason}" if reason else "")
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,20 +20,31 @@ EVAL_BATCH_SIZE = 8
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module, batches: Sequence[Tensor], *, precision: Literal["fp32", "bf16"] = "fp32"
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    *,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:
-    """Mean next-token cross entropy (nats) over `batches` of int64 [batch, seq_len], and how many tokens that was."""
+    """Mean next-token cross entropy (nats) over `batches` of int64 [batch, seq_len], and how many tokens that was.
+
+    Args:
+        between: called before each batch; what it raises ends the evaluation, with the model as before.
+    """
     device = next(model.parameters()).device
     training = model.training
     model.eval()
     total, count = 0.0, 0
-    for batch in batches:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = float(causal_lm_loss(model, batch.to(device)))
-        predicted = batch.shape[0] * (batch.shape[1] - 1)
-        total += loss * predicted
-        count += predicted
-    model.train(training)
+    try:
+        for batch in batches:
+            between()
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                loss = float(causal_lm_loss(model, batch.to(device)))
+            predicted = batch.shape[0] * (batch.shape[1] - 1)
+            total += loss * predicted
+            count += predicted
+    finally:
+        model.train(training)
     return total / count, count
 
 

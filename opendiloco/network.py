@@ -140,6 +140,7 @@ class PeerProcess:
             presence.check_agreement()
             present = len(presence.outlook().candidates)
             if present >= presence.contract.rounds.start_peers or presence.position.round > 0:
+                presence.has_started = True
                 presence.begin_phase()
                 return present
             await asyncio.sleep(REFRESH_S)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
@@ -34,6 +35,15 @@ class InnerPhase:
     def drop(self) -> None:
         """What was done so far is lost; what is left of the phase counts."""
         self._begun_at, self.tokens, self.is_whole = self.steps, 0, False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens meanwhile is not part of the phase's `seconds`; the swarm does not wait for it, though."""
+        since = self._clock()
+        try:
+            yield
+        finally:
+            self._begun += self._clock() - since
 
     def step(self) -> None:
         """One inner step has been done."""

@@ -40,6 +40,8 @@ class Presence:
         self.contract = contract
         self.participants: frozenset[str] = frozenset()
         """Of the last committed round: they are about to announce it, whatever their records still say."""
+        self.has_started = False
+        """Whether the run's first round may start, or has long started."""
         self.inner_s = 0.0
         """Length of the last inner phase."""
         self.fatal: SettingsError | None = None
@@ -262,6 +264,9 @@ class Presence:
 
     def awaited(self) -> str:
         """Whom this worker's round waits for, in words."""
+        present, wanted = len(self.outlook().candidates), self.contract.rounds.start_peers
+        if not self.has_started and present < wanted:
+            return f"{present} of {wanted} workers are there (rounds.start_peers), {wanted - present} are still to come"
         candidates, view, now = self.outlook().candidates, self._membership.view, time.time()
         records = {peer: view[peer] for peer in sorted(candidates) if peer in view}
         missing = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 
 from opendiloco.checkpoint import CheckpointWriter, load_checkpoint
@@ -14,6 +15,8 @@ from opendiloco.metrics import MetricsLog
 from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm, write_addresses
 from opendiloco.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 def run_worker(
@@ -32,6 +35,7 @@ def run_worker(
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
     ):
         swarm.open()
+        logger.info("on the network as %s", swarm.peer_id)
         settings = agree_on_contract(settings, swarm, run_id)
         write_toml(out / "run.toml", settings.contract)
         write_toml(out / "peer.toml", settings.peer)
@@ -66,8 +70,12 @@ def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> S
     wanted = settings.contract.run.id if brings_contract else run_id
     theirs = swarm.find_contract(wanted, wait_s=0.0 if brings_contract else limit_s)
     if theirs is not None:
+        logger.info("run %s: contract %s, taken from the swarm", theirs.run.id, theirs.digest[:12])
         return settings.adopt(theirs)
     if brings_contract:
+        logger.info(
+            "run %s: contract %s, brought by this worker", settings.contract.run.id, settings.contract.digest[:12]
+        )
         return settings
     runs = swarm.runs()
     named = f"run {run_id}" if run_id else "any run"

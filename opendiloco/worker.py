@@ -100,8 +100,7 @@ class Worker:
         try:
             self._evaluate()
             while self.optimizer.round < self.contract.run.rounds:
-                if self._leaving():
-                    raise Leave
+                self._leave_if_asked()
                 self._step()
         except Leave:
             reason = "asked to leave"
@@ -114,6 +113,10 @@ class Worker:
     def save(self, folder: Path) -> None:
         """Write the outer parameters as a Hugging Face folder."""
         save_model(self.model, self.tokenizer, folder)
+
+    def _leave_if_asked(self) -> None:
+        if self._leaving():
+            raise Leave
 
     # --- inner phase -------------------------------------------------------------------------------------
 
@@ -207,7 +210,11 @@ class Worker:
 
     def _evaluate(self) -> None:
         """Validation loss of the outer parameters, which the model holds between two rounds."""
-        loss, tokens = validation_loss(self.model, self._validation, precision=self._compute.precision)
+        precision = self._compute.precision
+        with self.optimizer.phase.paused():
+            loss, tokens = validation_loss(
+                self.model, self._validation, precision=precision, between=self._leave_if_asked
+            )
         event = EvalEvent(round=self.optimizer.round, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
         self._metrics.write(event)
         if self._display is not None:

@@ -110,7 +110,7 @@ def test_taken_port(fail: Fail) -> None:
 def test_bootstrap_peer_that_is_dead(fail: Fail) -> None:
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     line = fail(NO_SWARM, peers=[address], sets=["swarm.startup_timeout_s=5.0"])
-    assert f"swarm.peers {address}: none answered within 5 s" in line
+    assert f"swarm.peers {address}: none answered: check" in line
 
 
 def test_bootstrap_peer_that_never_says_a_word(fail: Fail) -> None:
@@ -121,7 +121,7 @@ def test_bootstrap_peer_that_never_says_a_word(fail: Fail) -> None:
         started = time.monotonic()
         line = fail(NO_SWARM, peers=[address], sets=["swarm.startup_timeout_s=3.0"])
         assert time.monotonic() - started < 60
-    assert f"swarm.peers {address}: none answered within 3 s" in line
+    assert f"swarm.peers {address}: none answered: check" in line
 
 
 def test_key_file_of_another_process(fail: Fail, tmp_path: Path) -> None:
