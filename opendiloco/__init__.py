@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from opendiloco.config import RunConfig as RunConfig
     from opendiloco.config import SwarmConfig as SwarmConfig
     from opendiloco.diloco import DiLoCo as DiLoCo
-    from opendiloco.diloco import RoundReport as RoundReport
     from opendiloco.errors import OpendilocoError as OpendilocoError
     from opendiloco.errors import SettingsError as SettingsError
     from opendiloco.errors import SwarmError as SwarmError
+    from opendiloco.report import RoundReport as RoundReport
     from opendiloco.swarm import Swarm as Swarm
 
 _HOMES = {
@@ -36,8 +36,9 @@ _HOMES = {
         "RunConfig",
         "SwarmConfig",
     ),
-    "diloco": ("DiLoCo", "RoundReport"),
+    "diloco": ("DiLoCo",),
     "errors": ("OpendilocoError", "SettingsError", "SwarmError"),
+    "report": ("RoundReport",),
     "swarm": ("Swarm",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from typing import NoReturn
 
-from opendiloco.cli import main
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # asked to leave before there is anything to leave
+
+from opendiloco.cli import main  # noqa: E402
+
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run() -> NoReturn:

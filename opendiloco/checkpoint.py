@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from opendiloco.rounds import Position
 
 _META, _OUTER, _INNER = "meta.json", "outer.safetensors", "inner.pt"
 FORMAT = 1
+_NAME = re.compile(r"round-\d+", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ class CheckpointWriter:
         self._folder, self._keep = folder, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        for leftover in folder.glob(".round-*"):  # of a worker that was killed while it wrote
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Begin to write; waits for the one before. A disk that is full costs this checkpoint, not the run."""
@@ -93,7 +97,7 @@ class CheckpointWriter:
             if final.exists():
                 shutil.rmtree(final)
             beside.rename(final)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(beside, ignore_errors=True)
             logger.warning(
                 "round %d could not be checkpointed in %s (%s): training goes on, earlier checkpoints are whole",
@@ -108,44 +112,64 @@ class CheckpointWriter:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in a folder, oldest round first."""
-    found = [path for path in folder.glob("round-*") if (path / _META).is_file()]
+    found = [path for path in folder.glob("round-*") if _NAME.fullmatch(path.name) and (path / _META).is_file()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("round-")))
 
 
 def load_checkpoint(resume: str, out: Path, *, contract: str) -> Checkpoint | None:
     """The checkpoint that --resume names: a folder, or `latest` for the newest in OUT (None if there is none).
 
+    A damaged one is passed over where an older one is whole.
+
     Raises:
-        SettingsError: there is no such checkpoint, it is damaged, or it belongs to another run contract.
+        SettingsError: there is no such checkpoint, none is whole, or it belongs to another run contract.
     """
-    if resume == "latest":
-        found = checkpoints(out / "checkpoints")
-        if not found:
-            return None
-        path = found[-1]
-    else:
-        path = Path(resume)
+    if resume != "latest":
+        return _load(Path(resume), resume, contract)
+    found = checkpoints(out / "checkpoints")
+    for older, path in reversed(list(zip([None, *found], found, strict=False))):
+        try:
+            return _load(path, resume, contract)
+        except _DamagedError as error:
+            if older is None:
+                raise
+            logger.warning("%s; trying %s", error, older.name)
+    return None
+
+
+class _DamagedError(SettingsError):
+    """This checkpoint cannot be read."""
+
+
+def _load(path: Path, resume: str, contract: str) -> Checkpoint:
     try:
         meta = json.loads((path / _META).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise SettingsError(
+            f"--resume {resume}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(resume, path, error) from None
+    try:
         outer = load_file(path / _OUTER)
         rest = torch.load(path / _INNER, weights_only=True)
         position = Position(**meta["position"])
         theirs = str(meta["contract"])
         checkpoint = Checkpoint(theirs, position, outer, rest["inner"], meta["data"], rest["random"])
-    except FileNotFoundError:
-        raise SettingsError(
-            f"--resume {resume}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN"
-        ) from None
     except Exception as error:  # whatever a damaged file makes the readers raise
-        raise SettingsError(
-            f"--resume {resume}: {path} is damaged ({type(error).__name__}): name an older checkpoint"
-        ) from None
+        raise _damaged(resume, path, error) from None
     if theirs != contract:
         raise SettingsError(
             f"--resume {resume}: {path} belongs to run contract {theirs[:12]}, this run has {contract[:12]}: "
             f"use the run.toml beside it"
         )
     return checkpoint
+
+
+def _damaged(resume: str, path: Path, error: Exception) -> _DamagedError:
+    return _DamagedError(
+        f"--resume {resume}: {path} is damaged ({type(error).__name__}): name another checkpoint, or start without"
+    )
 
 
 def copy_to_host(value: Any) -> Any:

@@ -68,6 +68,11 @@ class Host:
         """Full addresses (with the peer id) at which others can join through this peer."""
         return [str(address) for address in await self.p2p.get_visible_maddrs()]
 
+    async def daemon_end(self) -> int:
+        """Wait until libp2p's daemon has ended, which it never does by itself; returns its exit code."""
+        code: int = await self.p2p._child.wait()  # hivemind would go on without a word
+        return code
+
     async def is_alive(self, peer: PeerID) -> bool:
         """Whether the network process of `peer` answers."""
         return await self.node.protocol.call_ping(peer) is not None

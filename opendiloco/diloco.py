@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDone
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -26,34 +25,17 @@ from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, w
 from opendiloco.leave import Leave
 from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
 from opendiloco.phase import InnerPhase
+from opendiloco.report import RoundReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
 POLL_S = 0.2  # how soon a wait for the swarm notices a request to leave
 PATIENCE_S = 15.0  # between two lines that say whom a round waits for
 LEAVE_LIMIT_S = 7.0  # for an all-reduce that had begun when the user asked to leave
-BAD_NUMBERS_CURE = "lower inner.lr or raise inner.warmup_steps"
+BAD_NUMBERS_CURE = "lower inner.lr (or outer.lr, if it is the first step of a round), or raise inner.warmup_steps"
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundReport:
-    """One attempt at the end of a round, as metrics and log want it."""
-
-    round: int
-    """The round that ended, from 1."""
-    outcome: RoundOutcome
-    lineage: str
-    params_hash: Future[str] | None
-    """After a commit: hash of the new outer state, which a thread is computing."""
-    inner_steps: int
-    tokens: int
-    inner_s: float
-    outer_s: float
-    pseudo_gradient_norm: float
-    outer_gradient_norm: float | None
 
 
 class DiLoCo(torch.optim.Optimizer):
@@ -149,7 +131,7 @@ class DiLoCo(torch.optim.Optimizer):
         self._dropped += 1
         if self._dropped > self._contract.rounds.max_retries:
             raise OpendilocoError(
-                f"{reason}, for the {self._dropped}th time without a useful round in between: {BAD_NUMBERS_CURE}"
+                f"{reason}, {self._dropped} times without a useful round in between: {BAD_NUMBERS_CURE}"
             )
         scatter(self.outer.theta, self._parameters)
         self.phase.drop()

@@ -109,12 +109,16 @@ def main() -> int:
     lock = _lock(runtime_dir)
     inherited = [int(fd) for fd in os.environ.get(FDS_VARIABLE, "").split(",") if fd]
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+        kept = [lock] if lock is not None else []  # a folder is in use as long as anybody below lives
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[*inherited, *kept])
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         shutil.rmtree(runtime_dir, ignore_errors=True)
         return 1
-    if not _wait_for_end(os.pidfd_open(child.pid), owner):
+    if _wait_for_end(os.pidfd_open(child.pid), owner):
+        if (code := child.wait()) < 0:
+            print(f"the network process was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    else:
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_S)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
+import shutil
+import signal
 import sys
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -38,6 +41,9 @@ from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import map_vectors
 from opendiloco.wire import Stream
 
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
 LAST_ROUND_LIMIT_S = 120.0  # for others to get what this peer has, before it ends
 
 
@@ -48,10 +54,14 @@ class PeerProcess:
         self._config, self._identity, self._folder, self._memory = config, identity, folder, memory
         self._host = Host(config, identity, runtime_dir)
         self._entered = False
+        self._watching: asyncio.Task[None] | None = None
+        self.failed = asyncio.Event()
+        """Set when this process is of no use any more."""
 
     async def open(self) -> list[str]:
         """Start libp2p and join the DHT; returns the full addresses of this peer."""
         await self._host.open()
+        self._watching = asyncio.create_task(self._watch_daemon())
         self._membership = Membership(self._host.node, self._identity, self._config.expiry_s)
         return await self._host.addresses()
 
@@ -59,8 +69,15 @@ class PeerProcess:
         """Contracts on the DHT by run id; more than one under an id means that its peers disagree."""
         return await self._membership.find_runs()
 
+    async def _watch_daemon(self) -> None:
+        code = await self._host.daemon_end()
+        logger.error("libp2p's daemon (p2pd) has ended with code %d: this peer is cut off from the others", code)
+        self.failed.set()
+
     async def close(self) -> None:
         """Stop everything this process runs."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._entered:
             await self._presence.close()
             await self._donor.close()
@@ -194,12 +211,22 @@ class PeerProcess:
 
 
 async def _run(connection: Connection, memory: int) -> None:
+    """Answer the trainer's calls until it hangs up, SIGTERM comes, or the daemon ends."""
     config, key_file, folder, runtime_dir = connection.recv()  # from the process that started this one
     peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir, folder, memory)
+    loop, guard = asyncio.get_running_loop(), os.getppid()
+    loop.add_signal_handler(signal.SIGTERM, peer.failed.set)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # nobody would clean up without the guard
+    endings = {loop.create_task(answer_calls(connection, peer)), loop.create_task(peer.failed.wait())}
     try:
-        await answer_calls(connection, peer)
+        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        for ending in endings:
+            ending.cancel()
         await peer.close()
+        if os.getppid() != guard:
+            logger.error("the guard of this process has been killed: this peer ends")
+            shutil.rmtree(runtime_dir, ignore_errors=True)
 
 
 def main() -> None:

@@ -176,7 +176,9 @@ class Participation:
             if presence.fatal is not None:
                 raise presence.fatal
             if len(presence.outlook().candidates) == 1:
-                return RoundOutcome(verdict="skip", reason="the others have gone", wait_s=time.monotonic() - started)
+                return RoundOutcome(
+                    verdict="skip", reason="nobody else is there to follow", wait_s=time.monotonic() - started
+                )
             await asyncio.sleep(REFRESH_S)
             await presence.refresh()
         return RoundOutcome(verdict="resync", reason=ahead, wait_s=time.monotonic() - started)

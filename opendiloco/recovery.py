@@ -31,6 +31,7 @@ CHUNK_VALUES = 1 << 18
 STREAMS_PER_DONOR = 2
 MAX_DONORS = 8
 MAX_ATTEMPTS = 5
+PAUSE_S = 2.0  # before another attempt: donors have short absences, and others become known
 HASH_WAIT_S = 20.0
 POLL_S = 0.25
 
@@ -88,6 +89,7 @@ class Recoverer:
                 reasons.append(str(failure))
                 logger.warning("recovery starts over: %s", failure)
                 position = replace(position, tokens=-1, lineage="")  # of no use: anything is heavier
+                await asyncio.sleep(PAUSE_S)
                 continue
             return Recovery(
                 position=position,

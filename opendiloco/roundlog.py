@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from opendiloco.codec import Codec
 from opendiloco.outer import next_lineage
 
 MAX_HEADER_BYTES = 1 << 20
+_NAME = re.compile(r"round-(\d{8,})\.bin", re.ASCII)
 _PREFIX = struct.Struct("<8sI")
 _MAGIC = b"odl-log1"
 
@@ -129,7 +131,8 @@ class RoundLog:
 
     def rounds(self) -> list[int]:
         """Rounds that are there, oldest first."""
-        return sorted(int(path.stem.removeprefix("round-")) for path in self._folder.glob("round-*.bin"))
+        names = (_NAME.fullmatch(path.name) for path in self._folder.glob("round-*.bin"))
+        return sorted(int(name[1]) for name in names if name is not None)
 
     def read(self, round: int) -> tuple[bytes, bytes] | None:
         """Header and payload of a round as stored, or None."""

@@ -75,11 +75,10 @@ def read_source(data: DataConfig) -> MemoryText | StreamedText:
     Raises:
         SettingsError: unknown scheme, missing or empty source, missing text field, unreadable rows.
     """
-    scheme, colon, place = data.source.partition(":")
+    scheme, _, place = data.source.partition(":")
     if data.source == "stdlib":
         return _in_memory(_read_files(_stdlib_files(), data), data)
-    if not colon or not place or scheme not in ("text", "jsonl", "parquet", "hf"):
-        raise SettingsError(f"data.source is {data.source!r}: use {_SCHEMES}")
+    check_source(data)
     if scheme == "text":
         return _in_memory(_read_files(_files(data, place, suffixes=()), data), data)
     source = StreamedText(data=data, dataset=_open_dataset(data, scheme, place))
@@ -95,6 +94,19 @@ def read_source(data: DataConfig) -> MemoryText | StreamedText:
             f"{len(head)} documents of data.source {data.source}: {cure} it"
         )
     return source
+
+
+def check_source(data: DataConfig) -> None:
+    """Find out at once, without reading anything, what `read_source` would say about a missing or unknown source.
+
+    Raises:
+        SettingsError: unknown scheme, no such file.
+    """
+    scheme, colon, place = data.source.partition(":")
+    if data.source != "stdlib" and (not colon or not place or scheme not in ("text", "jsonl", "parquet", "hf")):
+        raise SettingsError(f"data.source is {data.source!r}: use {_SCHEMES}")
+    if scheme in ("text", "jsonl", "parquet"):
+        _files(data, place, suffixes=_SUFFIXES.get(scheme, ()))
 
 
 def cut(text: str, size: int) -> list[str]:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from opendiloco.checkpoint import CheckpointWriter, load_checkpoint
 from opendiloco.display import Display
-from opendiloco.errors import SwarmError
+from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.leave import Leave, LeaveRequest
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm, write_addresses
+from opendiloco.text import check_source
 from opendiloco.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ def run_worker(
     Raises:
         OpendilocoError: one line for the user, with the exit code.
     """
+    check_folder(out)
+    if settings.has_run_file or not settings.peer.swarm.peers:
+        check_source(settings.contract.data)
     with (
         contextlib.suppress(Leave),  # before the first inner step
         setup_logging(out / "log.txt", console=True),
@@ -56,6 +60,13 @@ def run_worker(
             worker.train()
             worker.save(out / "model")
     return 0
+
+
+def check_folder(out: Path) -> None:
+    """Raise SettingsError where a worker's folder holds a file in the place of one of its own folders."""
+    for name in ("checkpoints", "model", "roundlog"):
+        if (out / name).exists() and not (out / name).is_dir():
+            raise SettingsError(f"--out {out} holds a file named {name}: move it, or name another folder")
 
 
 def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> Settings:

@@ -14,7 +14,7 @@ import torch
 
 from opendiloco.averager import Averager
 from opendiloco.checkpoint import Checkpoint, CheckpointWriter, copy_to_host
-from opendiloco.diloco import BAD_NUMBERS_CURE, DiLoCo, RoundReport
+from opendiloco.diloco import BAD_NUMBERS_CURE, DiLoCo
 from opendiloco.display import Display, round_line
 from opendiloco.evaluate import validation_loss
 from opendiloco.inner import InnerStepResult, choose_device, inner_step, learning_rate, make_inner_optimizer
@@ -25,10 +25,10 @@ from opendiloco.metrics import (
     JoinEvent,
     LeaveEvent,
     MetricsLog,
-    RoundEvent,
     WarningEvent,
 )
 from opendiloco.model import build_model, count_parameters, save_model
+from opendiloco.report import RoundReport, round_event
 from opendiloco.rounds import Position
 from opendiloco.settings import Settings
 from opendiloco.tokenizer import load_tokenizer
@@ -91,6 +91,7 @@ class Worker:
             on_round=self._reports.append,
             leaving=leaving,
         )
+        self._checkpointed = self.optimizer.round
         self._announce_join(time.monotonic() - started)
 
     def train(self) -> None:
@@ -104,6 +105,7 @@ class Worker:
                 self._step()
         except Leave:
             reason = "asked to leave"
+            self._checkpoint(leaving=True)
         finally:
             self._write_rounds()
             self.optimizer.finish()
@@ -145,8 +147,8 @@ class Worker:
             committed = self._reports[-1].outcome.verdict == "commit"
             self._write_rounds()
             if committed:
-                self._evaluate()
                 self._checkpoint()
+                self._evaluate()
             self._phase_started = time.monotonic()
 
     def _go_back(self, result: InnerStepResult, step: int) -> None:
@@ -221,11 +223,14 @@ class Worker:
             self._display.evaluation(loss)
         logger.info("round %d | validation loss %.4f | perplexity %.2f", event.round, loss, event.perplexity)
 
-    def _checkpoint(self) -> None:
-        """Begin to write a checkpoint, if one is due."""
+    def _checkpoint(self, *, leaving: bool = False) -> None:
+        """Begin to write a checkpoint, if one is due: every few rounds, and of the last round when leaving."""
         optimizer = self.optimizer
-        if self._writer is None or not self._every_rounds or optimizer.round % self._every_rounds:
+        if self._writer is None or not self._every_rounds or optimizer.round == self._checkpointed:
             return
+        if optimizer.round % self._every_rounds and not leaving:
+            return
+        self._checkpointed = optimizer.round
         outer = optimizer.outer
         vectors = {"theta": outer.theta, "momentum": outer.momentum, "second_moment": outer.second_moment}
         self._writer.write(
@@ -271,30 +276,3 @@ class Worker:
             self.contract.inner.steps,
             optimizer.params_hash[:12],
         )
-
-
-def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:
-    """The metrics line of one attempt at a round."""
-    outcome = report.outcome
-    return RoundEvent(
-        round=report.round,
-        verdict=outcome.verdict,
-        participants=sorted(outcome.weights),
-        weights=dict(outcome.weights),
-        lineage=report.lineage,
-        params_hash=report.params_hash.result() if report.params_hash is not None else None,
-        loss=loss,
-        inner_steps=report.inner_steps,
-        tokens=report.tokens,
-        swarm_tokens=sum(outcome.tokens.values()),
-        inner_s=report.inner_s,
-        wait_s=outcome.wait_s,
-        rendezvous_s=outcome.rendezvous_s,
-        allreduce_s=outcome.allreduce_s,
-        outer_s=report.outer_s,
-        sent_bytes=outcome.sent_bytes,
-        received_bytes=outcome.received_bytes,
-        codec=codec,
-        pseudo_gradient_norm=report.pseudo_gradient_norm,
-        outer_gradient_norm=report.outer_gradient_norm,
-    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,11 +70,18 @@ def test_a_worker_that_resumes_has_the_loss_curve_of_one_that_never_stopped(tmp_
     assert [path.name for path in checkpoints(tmp_path / "cut" / "checkpoints")] == ["round-000003", "round-000004"]
 
 
-def write(folder: Path, round: int, theta: torch.Tensor | None = None, *, keep: int = 2) -> None:
+def write(
+    folder: Path,
+    round: int,
+    theta: torch.Tensor | None = None,
+    *,
+    keep: int = 2,
+    inner: dict[str, Any] | None = None,
+) -> None:
     writer = CheckpointWriter(folder, keep=keep)
     vectors = {"theta": torch.ones(3) if theta is None else theta, "momentum": torch.zeros(3)}
     position = Position(round, "ab" * 32, "", 5)
-    writer.write(Checkpoint("cd" * 32, position, vectors, {"state": {}}, {"at": 1}, torch.get_rng_state()))
+    writer.write(Checkpoint("cd" * 32, position, vectors, inner or {"state": {}}, {"at": 1}, torch.get_rng_state()))
     writer.close()
 
 
@@ -96,6 +105,57 @@ def test_a_folder_that_cannot_be_written_costs_the_checkpoint_only(
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     write(tmp_path / "checkpoints", 1)
     assert "training goes on" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["outer.safetensors", "inner.pt"])
+def test_a_full_disk_costs_the_checkpoint_only_and_leaves_no_half_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    """A limit on the size of files is what a full disk is to the one that writes."""
+    write(tmp_path, 1)
+    large = torch.ones(100_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        if file == "inner.pt":
+            write(tmp_path, 2, inner={"state": {0: {"exp_avg": large}}})
+        else:
+            write(tmp_path, 2, large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "training goes on, earlier checkpoints are whole" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["round-000001"]
+    write(tmp_path, 3)
+    assert [path.name for path in checkpoints(tmp_path)] == ["round-000001", "round-000003"]
+
+
+def test_what_a_killed_worker_left_half_written_is_swept_away(tmp_path: Path) -> None:
+    (tmp_path / ".round-000007.4242").mkdir()
+    (tmp_path / ".round-000007.4242" / "outer.safetensors").write_bytes(b"half")
+    write(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["round-000001"]
+
+
+@pytest.mark.parametrize("file", ["outer.safetensors", "inner.pt", "meta.json"])
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    write(tmp_path / "checkpoints", 1)
+    write(tmp_path / "checkpoints", 2)
+    (tmp_path / "checkpoints" / "round-000002" / file).write_bytes(b"{cut")
+    found = load_checkpoint("latest", tmp_path, contract="cd" * 32)
+    assert found is not None
+    assert found.position.round == 1
+    assert "round-000002 is damaged" in caplog.text
+    assert "trying round-000001" in caplog.text
+
+
+def test_other_folders_beside_the_checkpoints_are_none_of_them(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoints", 1)
+    for name in ("round-abc", "round-000002-copy", "round-"):
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "meta.json").write_text("{}")
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["round-000001"]
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ errors config settings options flat codec rounds logs metrics shared guard leave
 checkpoint text tokenizer sequences tokens model inner evaluate
 membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation
 channel network swarm
-averager diloco display worker trainer simulate processes demo cli __main__ __init__
+averager report diloco display worker trainer simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}
 NEEDS_NO_TORCH = {"errors", "config", "settings", "options", "rounds", "logs", "metrics", "guard", "identity", "cli"}

@@ -287,7 +287,7 @@ def test_a_worker_that_cannot_start_ends_the_others_and_its_reason_is_told(tmp_p
 
 
 def test_a_run_that_diverges_says_at_which_step_and_what_to_change(tmp_path: Path) -> None:
-    with pytest.raises(OpendilocoError, match=r"for the 6th time .*: lower inner.lr"):
+    with pytest.raises(OpendilocoError, match=r"6 times .*: lower inner.lr"):
         run(contract_of(inner_lr=1e30), tmp_path, NAMES[:1])
 
 
