@@ -14,7 +14,7 @@ usage() {
                                 (default: 3 workers, 8 outer rounds, runs/demo)
 ./launch.sh test [pytest args]  format, lint, types and all tests; with arguments only pytest
 ./launch.sh bench NAME [args]   one benchmark; without NAME: their names
-./launch.sh COMMAND ...         opendiloco COMMAND: bootstrap, train, simulate, eval, generate, ...
+./launch.sh COMMAND ...         opendiloco COMMAND: train, bootstrap, simulate, eval, generate, settings, version
 
 The first call makes .venv and installs the project there, which takes some minutes.
 PYTHON=/path/to/python chooses the interpreter.
@@ -58,7 +58,7 @@ install() {
         base=$(find_python)
         "$base" -m venv --clear -- "$venv" || fail 1 "cannot make $venv: see the lines above"
     fi
-    printf 'launch.sh: installing opendiloco into %s, the first time takes some minutes\n' "$venv" >&2
+    printf 'launch.sh: installing opendiloco into %s (1.9 GB): some minutes without a word, the first time only\n' "$venv" >&2
     "$python" -m pip install --quiet --no-input --disable-pip-version-check --editable "${root}[dev]" >&2 ||
         fail 1 "the installation failed: see the lines above, check the network, then run the same command again"
     wanted_stamp >"$stamp"

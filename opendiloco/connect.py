@@ -24,6 +24,7 @@ from opendiloco.membership import SignedRecords
 from opendiloco.wire import Stream, WireError
 
 PORT_WAIT_S = 5.0  # for the port of a predecessor that is just going
+CLOSE_LIMIT_S = 1.0
 MAX_RECONNECTS = 3  # lost peers that are tried at a time
 MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
 TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError)
@@ -93,11 +94,16 @@ class Host:
     async def close(self) -> None:
         """Leave the DHT and stop libp2p."""
         if hasattr(self, "node"):
-            with contextlib.suppress(*TRANSPORT_ERRORS):
-                async with asyncio.timeout(1.0):
+            with contextlib.suppress(*TRANSPORT_ERRORS, RuntimeError):  # RuntimeError: the daemon has gone already
+                async with asyncio.timeout(CLOSE_LIMIT_S):
                     await self.node.shutdown()
         if hasattr(self, "p2p"):
-            await self.p2p.shutdown()
+            try:
+                async with asyncio.timeout(CLOSE_LIMIT_S):
+                    await self.p2p.shutdown()
+            except TimeoutError:  # it is frozen
+                self.p2p._child.kill()
+                await self.p2p._child.wait()
 
     async def _start_daemon(self, peers: Sequence[Multiaddr], limit_s: float) -> P2P:
         class PrivateP2P(P2P):  # type: ignore[misc]

@@ -210,6 +210,13 @@ class DiLoCo(torch.optim.Optimizer):
         position = recovery.position
         if position.lineage == self.outer.lineage:
             return recovery
+        if recovery.given_up:
+            logger.warning(
+                "%d rounds of this worker are given up: the swarm went on from round %d on another lineage that is "
+                "heavier (%s, %d tokens; here %s, %d tokens)",
+                *(recovery.given_up, before - recovery.given_up, position.lineage[:6], position.tokens),
+                *(self.outer.lineage[:6], self.tokens),
+            )
         self._move_to(position)
         self._hash = self._hasher.submit(self._hash_and_announce, position.round)
         if late_work is not None and whole_phase and position.round - before <= self._contract.rounds.max_staleness:

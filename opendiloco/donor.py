@@ -103,6 +103,10 @@ class Donor:
         before = self._writing
         self._writing = asyncio.get_running_loop().create_task(self._write(entry, payload, before))
 
+    def history(self, lineage: str) -> list[tuple[int, str]]:
+        """The rounds that led to `lineage`, newest first and as far as logged, each with the one before it."""
+        return list(self._log.history(lineage))
+
     async def _write(self, entry: LogEntry, payload: list[memoryview], before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await before

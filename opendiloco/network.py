@@ -102,6 +102,7 @@ class PeerProcess:
             find_goal=self._find_goal,
             announced_hash=presence.announced_hash,
             remember=self._donor.remember,
+            history=self._donor.history,
         )
         groups = Groups(p2p, codec, silence_s=silence_s)
         rendezvous = Rendezvous(

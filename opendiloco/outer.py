@@ -121,27 +121,32 @@ def genesis_lineage(contract_digest: str, params_hash: str) -> str:
     return _digest(b"opendiloco genesis", contract_digest.encode(), params_hash.encode())
 
 
-def next_lineage(lineage: str, *, round: int, weights: Mapping[str, float], average_digest: str) -> str:
+def next_lineage(
+    lineage: str, *, round: int, weights: Mapping[str, float], tokens: Mapping[str, int], average_digest: str
+) -> str:
     """Hex lineage after committing `round` on top of `lineage`.
 
     Args:
         lineage: the one before.
         round: number of the round committed, >= 1.
         weights: weight of each participant by peer; the order of the mapping does not matter.
+        tokens: what each participant trained on in the round.
         average_digest: digest of the averaged bytes as they travelled.
 
     Raises:
-        ValueError: no participants, a weight that is not positive and finite, or a round below 1.
+        ValueError: no participants, a weight that is not positive and finite, tokens of others, or a round below 1.
     """
     if round < 1:
         raise ValueError(f"round is {round}: the first round that can be committed is 1")
     if not weights:
         raise ValueError(f"round {round} has no participants: there is nothing to commit")
+    if tokens.keys() != weights.keys():
+        raise ValueError(f"round {round} counts tokens of {sorted(tokens)} and has participants {sorted(weights)}")
     fields = [lineage.encode(), struct.pack("<Q", round), average_digest.encode()]
     for peer, weight in sorted(weights.items()):
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"weight of {peer} is {weight}: weights are positive and finite")
-        fields += [peer.encode(), struct.pack("<d", weight)]
+        fields += [peer.encode(), struct.pack("<dQ", weight, tokens[peer])]
     return _digest(b"opendiloco round", *fields)
 
 

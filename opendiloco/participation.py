@@ -141,7 +141,11 @@ class Participation:
         """Keep a committed round for others to fetch; returns its lineage."""
         before = self._presence.position
         lineage = next_lineage(
-            before.lineage, round=before.round + 1, weights=attempt.weights, average_digest=attempt.digest
+            before.lineage,
+            round=before.round + 1,
+            weights=attempt.weights,
+            tokens=attempt.tokens,
+            average_digest=attempt.digest,
         )
         entry = LogEntry(
             round=before.round + 1,

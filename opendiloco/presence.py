@@ -18,6 +18,7 @@ from opendiloco.membership import Membership, Progress
 from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key, is_heavier, joining_step
 
+CLOSE_LIMIT_S = 1.0
 REFRESH_S = 0.25  # shortest time between two looks at the DHT
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class Presence:
         """Stop the heartbeat."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:  # a call to a daemon that is frozen does not end even when it is cancelled
+            await asyncio.wait(self._tasks, timeout=CLOSE_LIMIT_S)
 
     # --- what this worker does ---------------------------------------------------------------------------
 

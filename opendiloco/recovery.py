@@ -63,8 +63,16 @@ class Recoverer:
         find_goal: Callable[[Position], Awaitable[Goal | None]],
         announced_hash: Callable[[Position], str | None],
         remember: Callable[[LogEntry, list[memoryview]], None],
+        history: Callable[[str], list[tuple[int, str]]],
     ) -> None:
-        """Args: `find_goal` says where the swarm is, if not here; `announced_hash` what others say of a state."""
+        """Prepare to recover.
+
+        Args:
+            find_goal: where the swarm is, if not here.
+            announced_hash: what others say of a state.
+            history: the logged rounds that led to a lineage, newest first, each with the lineage before it.
+        """
+        self._history = history
         self._codec, self._outer, self._connect = codec, outer, connect
         self._find_goal, self._announced_hash, self._remember = find_goal, announced_hash, remember
         self._vectors = [vectors[name] for name in STATE_VECTORS]
@@ -79,6 +87,8 @@ class Recoverer:
         """
         self._received_bytes, self._replayed, self._full_state = 0, 0, False
         self._used: set[str] = set()
+        self._given_up = 0
+        self._start = start
         position, reasons = start, list[str]()
         for _ in range(MAX_ATTEMPTS):
             try:
@@ -97,6 +107,7 @@ class Recoverer:
                 received_bytes=self._received_bytes,
                 rounds_replayed=self._replayed,
                 full_state=self._full_state,
+                given_up=self._given_up,
             )
         raise SwarmError(f"the state of the run could not be fetched ({reasons[-1]}): start this worker again")
 
@@ -109,10 +120,27 @@ class Recoverer:
             if following is not None:
                 position = following
             else:
+                if position == self._start:
+                    self._given_up = await self._count_given_up(position, goal.donors)
                 position = await self._fetch_state(goal.donors[:MAX_DONORS])
                 if position.tokens < goal.position.tokens:
                     raise _Failed("the donors are behind what they announced")
         return position
+
+    async def _count_given_up(self, position: Position, donors: Sequence[str]) -> int:
+        """How many of this worker's rounds the swarm does not have; 0 where that is longer ago than logs reach."""
+        if await self._have_round(donors, position.round + 1, position.lineage):
+            return 0
+        for round, before in await asyncio.to_thread(self._history, position.lineage):
+            if await self._have_round(donors, round, before):
+                return position.round - round + 1
+        return 0
+
+    async def _have_round(self, donors: Sequence[str], round: int, before: str) -> bool:
+        for donor in donors[:MAX_DONORS]:
+            if (answer := await self.has_round(donor, round, before)) is not None:
+                return answer
+        return False
 
     def _is_replay_cheaper(self, rounds: int) -> bool:
         """Than fetching theta and momentum; with int8 up to seven missed rounds are."""

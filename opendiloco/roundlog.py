@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -72,9 +72,17 @@ class LogEntry(BaseModel):
             raise LogError("a malformed header") from None
         if sum(entry.parts) != numel:
             raise LogError(f"a round of {sum(entry.parts)} values where {numel} are due")
-        if entry.lineage != next_lineage(
-            entry.before, round=entry.round, weights=entry.weights, average_digest=entry.digest
-        ):
+        try:
+            follows = next_lineage(
+                entry.before,
+                round=entry.round,
+                weights=entry.weights,
+                tokens=entry.tokens,
+                average_digest=entry.digest,
+            )
+        except ValueError as error:
+            raise LogError(str(error)) from None
+        if entry.lineage != follows:
             raise LogError(f"a lineage that does not follow from round {entry.round}")
         return entry
 
@@ -146,10 +154,19 @@ class RoundLog:
         start = _PREFIX.size + length
         return data[_PREFIX.size : start], data[start:]
 
-    def clear(self) -> None:
-        """Forget everything: this worker starts on another lineage."""
-        for round in self.rounds():
-            self._path(round).unlink(missing_ok=True)
+    def history(self, lineage: str) -> Iterator[tuple[int, str]]:
+        """The rounds that led to `lineage`, newest first, each with the lineage that it was built on."""
+        for round in reversed(self.rounds()):
+            try:
+                with open(self._path(round), "rb") as file:
+                    magic, length = _PREFIX.unpack(file.read(_PREFIX.size))
+                    entry = LogEntry.model_validate_json(file.read(min(length, MAX_HEADER_BYTES)))
+            except (OSError, struct.error, ValidationError):
+                return
+            if magic != _MAGIC or entry.lineage != lineage:
+                return
+            yield round, entry.before
+            lineage = entry.before
 
     def _path(self, round: int) -> Path:
         return self._folder / f"round-{round:08d}.bin"

@@ -110,6 +110,8 @@ class Recovery:
     rounds_replayed: int = 0
     full_state: bool = False
     """Whether theta and momentum were fetched, not only rounds that were missed."""
+    given_up: int = 0
+    """Rounds of this worker's own that are not on the lineage it moved to."""
     inner_step: int = 0
     """Where in its inner phase the swarm is."""
     phase_s: float = 0.0

@@ -159,7 +159,13 @@ class SimulatedSwarm:
         if outcome.verdict != "commit":
             return _done(outcome)
         before, weights = self._position, outcome.weights
-        lineage = next_lineage(before.lineage, round=before.round + 1, weights=weights, average_digest=outcome.digest)
+        lineage = next_lineage(
+            before.lineage,
+            round=before.round + 1,
+            weights=weights,
+            tokens=outcome.tokens,
+            average_digest=outcome.digest,
+        )
         return _done(replace(outcome, lineage=lineage))
 
     def withdraw(self) -> None:

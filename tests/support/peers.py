@@ -24,7 +24,7 @@ from torch import Tensor
 from opendiloco.config import Contract, OuterConfig, RoundsConfig, RunConfig, SwarmConfig
 from opendiloco.identity import Identity
 from opendiloco.outer import OuterState, outer_step, params_hash
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
 from support.waiting import LIMIT_S
 
@@ -53,6 +53,7 @@ class Peer:
         self.addresses: list[str] = []
         self.position = Position(0, ZERO, ZERO)
         self.vectors: dict[str, Tensor] = {}
+        self.recoveries: list[Recovery] = []
         self._opening = network.start(self.process.open())
         self._closed = False
 
@@ -101,7 +102,8 @@ class Peer:
                 await self.process.committed(self.position)
                 break
             if outcome.verdict == "resync":
-                self.position = (await self.process.catch_up()).position
+                self.recoveries.append(recovery := await self.process.catch_up())
+                self.position = recovery.position
                 await self.process.begin_phase(False)
                 break
         return outcomes
@@ -118,6 +120,10 @@ class Peer:
         keys = str(self._folder)
         (found,) = (child for child in psutil.Process().children(recursive=True) if keys in " ".join(child.cmdline()))
         return found
+
+    def sees(self) -> set[str]:
+        """Peer ids of the other live workers, as this one knows them."""
+        return set(self.process._membership.view)
 
     def awaited(self) -> str:
         """Whom this worker's round waits for."""

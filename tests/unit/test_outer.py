@@ -238,7 +238,13 @@ def test_lineage_starts_from_contract_and_parameters() -> None:
     assert len(starts) == 5
 
 
-ROUND = {"lineage": "ab", "round": 3, "weights": {"p": 1.0, "q": 2.0}, "average_digest": "cd"}
+ROUND = {
+    "lineage": "ab",
+    "round": 3,
+    "weights": {"p": 1.0, "q": 2.0},
+    "average_digest": "cd",
+    "tokens": {"p": 5, "q": 7},
+}
 
 
 def lineage_of(changes: dict[str, Any]) -> str:
@@ -251,10 +257,12 @@ def test_lineage_depends_on_everything_that_was_committed() -> None:
         {"lineage": "ac"},
         {"round": 4},
         {"average_digest": "ce"},
-        {"weights": {"p": 1.0}},
+        {"weights": {"p": 1.0}, "tokens": {"p": 5}},
+        {"tokens": {"p": 5, "q": 8}},
+        {"tokens": {"p": 7, "q": 5}},
         {"weights": {"p": 2.0, "q": 1.0}},
         {"weights": {"p": 1.0, "q": np.nextafter(2.0, 3.0)}},
-        {"weights": {"p": 1.0, "r": 2.0}},
+        {"weights": {"p": 1.0, "r": 2.0}, "tokens": {"p": 5, "r": 7}},
         {"lineage": "a", "average_digest": "bcd"},
         {"lineage": "abcd", "average_digest": ""},
     ]

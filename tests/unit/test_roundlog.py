@@ -25,13 +25,14 @@ def make(
     payload = [memoryview(CODEC.encode(torch.randn(size)).numpy().data) for size in sizes]
     digest = blake3.blake3(b"".join(payload)).hexdigest()
     weights = {"a": 1.0, "b": 2.5}
-    lineage = next_lineage(before, round=round, weights=weights, average_digest=digest)
+    tokens = {"a": 10, "b": 20}
+    lineage = next_lineage(before, round=round, weights=weights, tokens=tokens, average_digest=digest)
     entry = LogEntry(
         round=round,
         before=before,
         lineage=lineage,
         weights=weights,
-        tokens={"a": 10, "b": 20},
+        tokens=tokens,
         digest=digest,
         parts=list(sizes),
     )
