@@ -15,7 +15,6 @@ from opendiloco.metrics import MetricsLog
 from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm, write_addresses
 from opendiloco.text import check_source
-from opendiloco.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +37,8 @@ def run_worker(
         Swarm(settings.peer.swarm, out, leaving=leaving) as swarm,
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
     ):
+        from opendiloco.worker import Worker  # seconds of importing, while the network process starts
+
         swarm.open()
         logger.info("on the network as %s", swarm.peer_id)
         settings = agree_on_contract(settings, swarm, run_id)
