@@ -82,6 +82,7 @@ run_tests() {
         "$python" -m ruff format --check .
         "$python" -m ruff check .
         "$python" -m mypy
+        set -- -n 2 --dist loadfile
     fi
     exec "$python" -m pytest "$@"
 }

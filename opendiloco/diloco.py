@@ -187,7 +187,7 @@ class DiLoCo(torch.optim.Optimizer):
                     return
         raise SwarmError(
             f"round {self.round + 1} failed {self._contract.rounds.max_retries + 1} times "
-            f"({outcome.reason or 'participants differed between parts'}): start this worker again"
+            f"({outcome.reason}): start this worker again"
         )
 
     def _average(self) -> RoundOutcome:

@@ -17,7 +17,7 @@ from opendiloco.presence import REFRESH_S, Presence
 from opendiloco.recovery import Recoverer
 from opendiloco.rendezvous import Assembly, Rendezvous, RoundCall
 from opendiloco.roundlog import LogEntry
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.rounds import Position, RoundOutcome, RoundRequest, after_failure
 
 CHECK_S = 1.0  # how often a wait for a group looks whether it still makes sense
 DECISION_POLL_S = 0.1
@@ -133,9 +133,8 @@ class Participation:
         finally:
             self._donor.undecided = False
         self._dropped.setdefault(key, set()).update(attempt.failures)
-        if await self._was_committed_by(group):
-            return replace(outcome, verdict="resync", reason=f"others have committed it; {outcome.reason}")
-        return outcome
+        verdict, reason = after_failure(attempt.failures, committed_by=await self._committed_by(group))
+        return replace(outcome, verdict=verdict, reason=reason)
 
     def _log(self, attempt: Attempt) -> str:
         """Keep a committed round for others to fetch; returns its lineage."""
@@ -161,12 +160,11 @@ class Participation:
         self._donor.remember(entry, attempt.payload)
         return lineage
 
-    async def _was_committed_by(self, group: Group) -> bool:
-        """Whether a member of a group that failed here has committed the round; waits while one may still do so."""
-        position, own = self._presence.position, self._presence.peer
-        return any(
-            await asyncio.gather(*(self._ask_until_decided(peer, position) for peer in group.peers if peer != own))
-        )
+    async def _committed_by(self, group: Group) -> list[str]:
+        """Members of a group that failed here which have committed the round; waits while one may still do so."""
+        position, others = self._presence.position, [peer for peer in group.peers if peer != self._presence.peer]
+        answers = await asyncio.gather(*(self._ask_until_decided(peer, position) for peer in others))
+        return [peer for peer, has_committed in zip(others, answers, strict=True) if has_committed]
 
     async def _ask_until_decided(self, peer: str, position: Position) -> bool:
         while (answer := await self._recoverer.has_round(peer, position.round + 1, position.lineage)) is None:

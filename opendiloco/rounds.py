@@ -221,3 +221,15 @@ def verdict(
         return "retry"
     only = next(iter(set(masks)), frozenset(members))
     return "commit" if len(only) >= quorum else "retry"
+
+
+def after_failure(failures: Mapping[str, str], *, committed_by: Collection[str]) -> tuple[Verdict, str]:
+    """What a worker does whose attempt was no commit, and why, once every member of its group has decided.
+
+    One commit is enough: its bytes are in that member's log, and a second average of the round must never be made.
+    """
+    causes = "; ".join(f"{peer}: {reason}" for peer, reason in sorted(failures.items()))
+    causes = causes or "participants differed between parts, or were too few"
+    if committed_by:
+        return "resync", f"{', '.join(sorted(committed_by))} committed it; here: {causes}"
+    return "retry", causes

@@ -29,6 +29,10 @@ def guard_of(worker: Command) -> psutil.Process:
     return found
 
 
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 @pytest.fixture
 def worker(commands: Commands, wait_until: WaitUntil) -> Command:
     """A worker that has committed a round and has many before it."""
@@ -54,7 +58,7 @@ def test_worker_whose_helper_is_killed_ends_and_says_why(
     assert worker.wait(ENDS_S) == 75
     assert "the network process of this peer has ended: the reason is in" in worker.complaint
     assert reason in (worker.folder / "log.txt").read_text()
-    wait_until(lambda: not any(map(psutil.Process.is_running, helpers)), "nothing of it is left", limit_s=ENDS_S)
+    wait_until(lambda: all(map(is_gone, helpers)), "nothing of it is left", limit_s=ENDS_S)
     left = [path for path in Path(tempfile.gettempdir()).glob("opendiloco-*") if path.is_dir()]
     wait_until(lambda: not any(path.exists() for path in left), "its sockets are gone", limit_s=ENDS_S)
 

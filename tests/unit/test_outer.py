@@ -278,8 +278,14 @@ def test_lineage_does_not_depend_on_the_order_of_participants_or_the_type_of_equ
 names = st.text(st.sampled_from("ab"), max_size=3)
 weights = st.dictionaries(names, st.sampled_from([1.0, 2.0]), min_size=1, max_size=3)
 rounds = st.fixed_dictionaries(
-    {"lineage": names, "round": st.integers(1, 2), "weights": weights, "average_digest": names}
-)
+    {
+        "lineage": names,
+        "round": st.integers(1, 2),
+        "weights": weights,
+        "average_digest": names,
+        "count": st.integers(0, 1),
+    }
+).map(lambda values: {**values, "tokens": dict.fromkeys(values["weights"], values["count"])})
 
 
 @settings(max_examples=200, deadline=None)
@@ -287,7 +293,14 @@ rounds = st.fixed_dictionaries(
 def test_two_rounds_have_one_lineage_exactly_when_they_are_the_same(
     first: dict[str, Any], second: dict[str, Any]
 ) -> None:
+    del first["count"], second["count"]
     assert (lineage_of(first) == lineage_of(second)) == (first == second)
+
+
+@pytest.mark.parametrize("tokens", [{}, {"p": 1}, {"p": 1, "q": 1, "r": 1}])
+def test_lineage_refuses_tokens_of_other_peers_than_the_participants(tokens: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="counts tokens of"):
+        lineage_of({"tokens": tokens})
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
@@ -304,4 +317,4 @@ def test_lineage_refuses_rounds_without_participants_and_before_the_first() -> N
 
 
 def test_lineage_format_does_not_change() -> None:
-    assert lineage_of({}) == "d3845f01f90e8bcc9d21476373e8860e26a66f424e00b5c9461b35baa5ef3c4d"
+    assert lineage_of({}) == "e9457507b66a5b413c91b880ecd9c1277ea9934ddddaab6b6c3d19a7209d7486"

@@ -64,7 +64,14 @@ def test_only_the_newest_rounds_are_kept_by_number_not_by_text(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "change", [{"round": 2}, {"before": "cd" * 32}, {"weights": {"a": 1.0}}, {"digest": "00" * 32}]
+    "change",
+    [
+        {"round": 2},
+        {"before": "cd" * 32},
+        {"weights": {"a": 1.0, "b": 2.0}},
+        {"tokens": {"a": 11, "b": 20}},
+        {"digest": "00" * 32},
+    ],
 )
 def test_a_changed_header_does_not_match_its_lineage(change: dict[str, object]) -> None:
     entry, _ = make()

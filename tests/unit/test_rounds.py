@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from opendiloco.rounds import (
     PART_VALUES,
     SPREAD_FACTOR,
     Gathering,
+    after_failure,
     group_key,
     leader_order,
     plan_parts,
@@ -309,3 +311,38 @@ def test_a_group_that_shrank_below_the_quorum_commits_nothing(quorum: int) -> No
     for contributors in subsets("abcd"):
         found = verdict("abcd", [contributors], 0, quorum=quorum)
         assert found == ("commit" if len(contributors) >= quorum else "retry")
+
+
+def attempts() -> Iterator[tuple[dict[str, frozenset[str]], dict[str, set[str]]]]:
+    """Every all-reduce of three members: who is in the average of each one's slice, and which slices each one got."""
+    members = "abc"
+    subsets = [frozenset(group) for size in range(3) for group in itertools.combinations(members, size)]
+    masks = [[subset | {owner} for subset in subsets if owner not in subset] for owner in members]
+    arrivals = [[set(subset) | {owner} for subset in subsets if owner not in subset] for owner in members]
+    for in_slices, got in itertools.product(itertools.product(*masks), itertools.product(*arrivals)):
+        yield dict(zip(members, in_slices, strict=True)), dict(zip(members, got, strict=True))
+
+
+def test_every_combination_of_who_has_what_comes_to_one_average_or_to_none() -> None:
+    counts: Counter[str] = Counter()
+    for in_slice, got in attempts():
+        first = {
+            peer: verdict("abc", [in_slice[owner] for owner in got[peer]], 3 - len(got[peer]), quorum=2) for peer in got
+        }
+        committed = [peer for peer, found in first.items() if found == "commit"]
+        assert len({in_slice[owner] for peer in committed for owner in got[peer]}) <= 1
+        assert all(len(in_slice[peer]) >= 2 for peer in committed)
+        others = [peer for peer in first if peer not in committed]
+        final = {after_failure({}, committed_by=committed)[0] for _ in others}
+        assert final == ({"resync"} if committed else {"retry"}) or not others
+        counts["nobody" if not committed else "all" if not others else "some"] += 1
+    assert sum(counts.values()) == 4**3 * 4**3
+    assert min(counts.values()) > 0
+
+
+def test_what_failed_is_told_with_the_peer_it_failed_at() -> None:
+    failures = {"c": "connection lost", "b": "sent nothing for 5 s"}
+    assert after_failure(failures, committed_by=[]) == ("retry", "b: sent nothing for 5 s; c: connection lost")
+    assert after_failure({}, committed_by=[]) == ("retry", "participants differed between parts, or were too few")
+    found = after_failure({"c": "connection lost"}, committed_by=["b", "a"])
+    assert found == ("resync", "a, b committed it; here: c: connection lost")
