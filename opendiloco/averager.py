@@ -51,3 +51,18 @@ class Averager(Protocol):
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`."""
+
+
+def vector_sizes(numel: int, contract: Contract) -> dict[str, int]:
+    """Values in each vector that a worker and its swarm share, for a model of `numel` trainable parameters."""
+    second_moment = numel if contract.outer.optimizer == "adam" else 0
+    inner = numel if contract.inner.joiner_moments == "donor" else 0
+    return {
+        "theta": numel,
+        "momentum": numel,
+        "second_moment": second_moment,
+        "pseudo_gradient": numel,
+        "average": numel,
+        "inner_first": inner,
+        "inner_second": inner,
+    }

@@ -108,6 +108,8 @@ class InnerConfig(Section):
     """Sequences per inner step of one worker."""
     steps: Annotated[int, Field(ge=1), Unit("inner steps")] = 50
     """H: inner steps per outer round."""
+    joiner_moments: Literal["zero", "donor"] = "zero"
+    """What AdamW's moments start from at a worker that fetches the state: zero, or a donor's (twice the bytes)."""
 
 
 class OuterConfig(Section):

@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opendiloco.averager import Averager
-from opendiloco.config import Contract, OuterConfig
+from opendiloco.averager import Averager, vector_sizes
+from opendiloco.config import Contract
 from opendiloco.errors import OpendilocoError, SwarmError
 from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
 from opendiloco.leave import Leave
+from opendiloco.moments import load_moments, store_moments
 from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
 from opendiloco.phase import InnerPhase
 from opendiloco.report import RoundReport
@@ -72,7 +73,7 @@ class DiLoCo(torch.optim.Optimizer):
         self._swarm, self._contract, self._on_round, self._leaving = swarm, contract, on_round, leaving
         self._parameters = trainable_parameters(model)
         layout = FlatLayout.of(model)
-        self._vectors = swarm.allocate(_vector_sizes(layout.numel, contract.outer))
+        self._vectors = swarm.allocate(vector_sizes(layout.numel, contract))
         gather(self._parameters, self._vectors["theta"])
         for name, values in start[1].items() if start is not None else ():
             self._vectors[name].copy_(values)
@@ -224,6 +225,9 @@ class DiLoCo(torch.optim.Optimizer):
             scatter(late, self._parameters)
         else:
             scatter(self.outer.theta, self._parameters)
+        if recovery.full_state and self._vectors["inner_first"].numel():
+            first, second = self._vectors["inner_first"], self._vectors["inner_second"]
+            load_moments(self.inner, self._parameters, first, second, step=position.round * self._contract.inner.steps)
         is_whole = recovery.inner_step == 0 and recovery.phase_s == 0
         self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s, is_whole=is_whole)
         self._swarm.begin_phase(following=not is_whole and self._contract.outer.weighting == "uniform")
@@ -239,6 +243,8 @@ class DiLoCo(torch.optim.Optimizer):
         self.outer.lineage = outcome.lineage
         self.tokens += sum(outcome.tokens.values())
         scatter(self.outer.theta, self._parameters)
+        if self._vectors["inner_first"].numel():
+            store_moments(self.inner, self._parameters, self._vectors["inner_first"], self._vectors["inner_second"])
         self._swarm.committed(Position(self.outer.round, self.outer.lineage, "", self.tokens))
         outer_s = time.monotonic() - started
         self._hash = self._hasher.submit(self._hash_and_announce, self.outer.round)
@@ -299,14 +305,3 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _position(self) -> Position:
         return Position(self.outer.round, self.outer.lineage, self.params_hash, self.tokens)
-
-
-def _vector_sizes(numel: int, config: OuterConfig) -> dict[str, int]:
-    second_moment = numel if config.optimizer == "adam" else 0
-    return {
-        "theta": numel,
-        "momentum": numel,
-        "second_moment": second_moment,
-        "pseudo_gradient": numel,
-        "average": numel,
-    }

@@ -23,6 +23,9 @@ from opendiloco.wire import FrameKind, Stream, WireError
 
 STREAM_NAME = "opendiloco.fetch"
 STATE_VECTORS = ("theta", "momentum", "second_moment")
+INNER_VECTORS = ("inner_first", "inner_second")
+"""Moments of this worker's inner optimizer after its last commit, where the contract wants them given to joiners.
+Unlike the outer state they differ between workers: each chunk is some donor's, and no hash covers them."""
 MAX_REQUEST_BYTES = 1024
 MAX_CHUNK_VALUES = 1 << 20
 UNDECIDED = "undecided"
@@ -64,7 +67,8 @@ class Donor:
     def __init__(self, p2p: P2P, vectors: Mapping[str, Tensor], folder: Path, *, keep: int, silence_s: float) -> None:
         """Args: `folder` takes the last `keep` rounds, `silence_s` ends streams that do not move."""
         self._p2p, self._silence_s = p2p, silence_s
-        self._state = [vectors[name] for name in STATE_VECTORS if vectors[name].numel()]
+        given = (vectors.get(name) for name in (*STATE_VECTORS, *INNER_VECTORS))
+        self._state = [vector for vector in given if vector is not None and vector.numel()]
         self._numel = vectors["theta"].numel()
         self._log = RoundLog(folder, keep=keep)
         self._newest: tuple[LogEntry, list[memoryview]] | None = None

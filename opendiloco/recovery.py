@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opendiloco.codec import Codec, CodecError
 from opendiloco.config import OuterConfig
-from opendiloco.donor import STATE_VECTORS, UNDECIDED, Ask, ChunkHeader
+from opendiloco.donor import INNER_VECTORS, STATE_VECTORS, UNDECIDED, Ask, ChunkHeader
 from opendiloco.errors import SwarmError
 from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.roundlog import MAX_HEADER_BYTES, LogEntry, LogError, decode_average
@@ -76,6 +76,7 @@ class Recoverer:
         self._codec, self._outer, self._connect = codec, outer, connect
         self._find_goal, self._announced_hash, self._remember = find_goal, announced_hash, remember
         self._vectors = [vectors[name] for name in STATE_VECTORS]
+        self._inner = [vectors[name] for name in INNER_VECTORS if name in vectors]
         self._average = vectors["average"]
         self._numel = self._average.numel()
 
@@ -144,7 +145,7 @@ class Recoverer:
 
     def _is_replay_cheaper(self, rounds: int) -> bool:
         """Than fetching theta and momentum; with int8 up to seven missed rounds are."""
-        state_bytes = 4 * sum(vector.numel() for vector in self._vectors)
+        state_bytes = 4 * sum(vector.numel() for vector in (*self._vectors, *self._inner))
         return rounds * self._codec.wire_bytes(self._numel) <= state_bytes
 
     async def _confirm(self, position: Position) -> Position:
@@ -256,7 +257,7 @@ class Recoverer:
         stop = min(start + CHUNK_VALUES, self._numel)
         await stream.send(FrameKind.REQUEST, Ask(what="chunk", start=start, stop=stop).model_dump_json().encode())
         header = ChunkHeader.model_validate_json(await stream.receive_text(FrameKind.HEADER, max_bytes=1024))
-        vectors = [vector for vector in self._vectors if vector.numel()]
+        vectors = [vector for vector in (*self._vectors, *self._inner) if vector.numel()]
         _, data = await stream.receive({FrameKind.DATA: 4 * (stop - start) * len(vectors)})
         size = 4 * (stop - start)
         for index, vector in enumerate(vectors):

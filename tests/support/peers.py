@@ -21,6 +21,7 @@ import pytest
 import uvloop
 from torch import Tensor
 
+from opendiloco.averager import vector_sizes
 from opendiloco.config import Contract, OuterConfig, RoundsConfig, RunConfig, SwarmConfig
 from opendiloco.identity import Identity
 from opendiloco.outer import OuterState, outer_step, params_hash
@@ -67,7 +68,7 @@ class Peer:
     ) -> None:
         """Announce this peer as a worker of the run."""
         self.position = position or self.position
-        sizes = {"theta": size, "momentum": size, "second_moment": 0, "pseudo_gradient": size, "average": size}
+        sizes = vector_sizes(size, contract)
         self.vectors = map_vectors(self._memory, sizes)
         self._network.run(self.process.enter(contract, layout, sizes, self.position))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from opendiloco.config import OuterConfig
+from opendiloco.config import InnerConfig, OuterConfig
 from opendiloco.errors import SwarmError
 from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.rounds import Position, Recovery
@@ -112,3 +112,19 @@ def join_three(network: Network, workers: list[Peer]) -> tuple[Peer, Future[Any]
     newcomer = network.peers(1, workers[0].addresses)[0]
     newcomer.enter(network.contract(3), size=SIZE, position=Position(0, ZERO, ZERO))
     return newcomer, network.start(newcomer.process.catch_up())
+
+
+def test_a_joiner_gets_the_moments_of_a_donor_where_the_contract_says_so(network: Network) -> None:
+    contract = network.contract(2).model_copy(update={"inner": InnerConfig(joiner_moments="donor")})
+    workers = network.workers(2, contract=contract, size=SIZE)
+    for index, peer in enumerate(workers):
+        peer.vectors["inner_first"].fill_(-1.0 - index)
+        peer.vectors["inner_second"].fill_(1.0 + index)
+    play_rounds(network, workers, 20)  # more than are cheaper to replay
+    newcomer = network.peers(1, workers[0].addresses)[0]
+    newcomer.enter(contract, size=SIZE, position=Position(0, ZERO, ZERO))
+    recovery = network.run(newcomer.process.catch_up())
+    check_identical(newcomer, workers[0], recovery)
+    first, second = newcomer.vectors["inner_first"], newcomer.vectors["inner_second"]
+    assert set(first.tolist()) <= {-1.0, -2.0}
+    assert torch.equal(first, -second)  # both of one donor, wherever they come from

@@ -8,7 +8,7 @@ from pathlib import Path
 import opendiloco
 
 LAYERS = """
-errors config settings options flat codec rounds logs metrics shared guard leave identity outer phase roundlog
+errors config settings options flat codec rounds logs metrics shared guard leave identity outer phase moments roundlog
 checkpoint text tokenizer sequences tokens model inner evaluate
 membership wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation
 channel network swarm
