@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import AsyncIterator  # noqa: UP035 - hivemind's handlers know only this one
 
 import msgpack
@@ -28,6 +28,7 @@ from opendiloco.rounds import leader_order
 NAMESPACE = "opendiloco"
 KEEPALIVE_S = 1.0
 RETRY_S = 0.1
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 16.0  # before a leader that could not be reached is tried again
 
 _Code = averaging_pb2.MessageCode
 _Message = averaging_pb2.MessageFromLeader
@@ -56,6 +57,31 @@ class Assembly:
     wait_s: float
 
 
+@dataclass
+class _Unreachable:
+    """Leaders of one round that could not be reached. Each is tried again after a pause, which doubles every time.
+
+    For ever would be too long: two peers of which one missed the other once would both lead, and wait for each other.
+    """
+
+    key: str
+    _until: dict[str, float] = field(default_factory=dict)
+    _pause_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, peer: str) -> None:
+        pause_s = self._pause_s[peer] = min(MAX_PAUSE_S, 2 * self._pause_s.get(peer, FIRST_PAUSE_S / 2))
+        self._until[peer] = time.monotonic() + pause_s
+
+    def discard(self, peer: str) -> None:
+        self._until.pop(peer, None)
+
+    def peers(self) -> frozenset[str]:
+        return frozenset(peer for peer in self._until if peer in self)
+
+    def __contains__(self, peer: str) -> bool:
+        return self._until.get(peer, 0.0) > time.monotonic()
+
+
 class Rendezvous(ServicerBase):  # type: ignore[misc]
     """Lets peers into the group of the current round, and gets this peer into it."""
 
@@ -74,7 +100,7 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
         self._outlook, self._refresh, self._is_alive = outlook, refresh, is_alive
         self._silence_s = silence_s
         self._lobby: Lobby | None = None
-        self._unreachable: dict[str, set[str]] = {}  # group key -> peers; of the newest key only
+        self._unreachable = _Unreachable("")
 
     async def open(self) -> None:
         """Begin to answer other peers."""
@@ -91,7 +117,7 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
         while True:
             unreachable = self._unreachable_in(call.key)
             leader = suggested if suggested and suggested not in unreachable else self._leader(call.key)
-            gone = sorted(call.gone | unreachable)[:MAX_MEMBERS]
+            gone = sorted(call.gone | unreachable.peers())[:MAX_MEMBERS]
             offer = Offer(
                 weight=call.weight,
                 tokens=call.tokens,
@@ -233,10 +259,10 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
             self._unreachable_in(key).add(leader)
         return leader
 
-    def _unreachable_in(self, key: str) -> set[str]:
-        if key not in self._unreachable:
-            self._unreachable = {key: set()}
-        return self._unreachable[key]
+    def _unreachable_in(self, key: str) -> _Unreachable:
+        if key != self._unreachable.key:
+            self._unreachable = _Unreachable(key)
+        return self._unreachable
 
 
 def _word(start: Start | None, peer: str) -> averaging_pb2.MessageFromLeader:

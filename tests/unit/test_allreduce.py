@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import socket
 import time
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -661,3 +663,27 @@ def test_whatever_goes_wrong_all_commits_are_one_right_average(
     lab = Lab([1.0 + index for index in range(len(shares))], shares, codec, faults=present)
     check_commits(lab, lab.run())
     check_time(lab)
+
+
+@pytest.mark.parametrize(
+    "act", [die_when_all_streams_are_open, send_nan, send_too_much], ids=["dies", "not finite", "too much"]
+)
+@pytest.mark.usefixtures("small_parts")
+def test_hundreds_of_failing_attempts_leave_memory_threads_and_handles_as_they_were(
+    act: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("allreduce", "wire"):
+        monkeypatch.setattr(f"opendiloco.{module}.LINGER_S", 0.01)
+    process = psutil.Process()
+
+    def fail(times: int) -> tuple[int, int, int]:
+        for _ in range(times):
+            Lab((1.0, 5.0, 1.0), (0.3, 0.4, 0.3), faults={"b": Fault(after=2, act=act)}).run()  # type: ignore[arg-type]
+        gc.collect()
+        return process.num_fds(), process.num_threads(), process.memory_info().rss
+
+    before = fail(30)
+    after = fail(150)
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+    assert after[2] - before[2] < 20e6
