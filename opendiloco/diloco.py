@@ -193,7 +193,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _average(self) -> RoundOutcome:
         """One attempt. A request to leave withdraws from it while that can be done without harm to the others."""
-        future = self._swarm.average(RoundRequest(weight=self.phase.weight, tokens=self.phase.tokens))
+        future = self._swarm.average(RoundRequest(weight=self.phase.weight, tokens=self.phase.work))
         try:
             return self._wait(future)
         except Leave:

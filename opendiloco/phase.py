@@ -84,6 +84,11 @@ class InnerPhase:
         return max(0.0, self._deadline - (self._clock() - self._started))
 
     @property
+    def work(self) -> int:
+        """What this worker adds to the weight of the lineage: its tokens, or its steps where nobody counts tokens."""
+        return self.tokens or self.steps_done
+
+    @property
     def weight(self) -> float:
         """Weight of the pseudo-gradient: tokens, or one; 0 follows the round without a part in it.
 

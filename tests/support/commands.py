@@ -104,9 +104,11 @@ class Commands:
             arguments += ["--run", str(run_toml)]
         return self.start(*arguments, folder=folder)
 
-    def contract(self, *, rounds: int = 5, codec: str = "int8", **settings: Any) -> Contract:
+    def contract(
+        self, *, rounds: int = 5, codec: str = "int8", weighting: str = "uniform", **settings: Any
+    ) -> Contract:
         """A run that takes seconds; `settings` are those of `rounds`."""
-        return small_contract(self._text_file, rounds=rounds, codec=codec, **settings)
+        return small_contract(self._text_file, rounds=rounds, codec=codec, weighting=weighting, **settings)
 
     def close(self) -> None:
         running = [command for command in self._started if command.popen.poll() is None]
@@ -124,7 +126,13 @@ class Commands:
 
 
 def small_contract(
-    text_file: Path, *, run: str = "test", rounds: int = 5, codec: str = "int8", **settings: Any
+    text_file: Path,
+    *,
+    run: str = "test",
+    rounds: int = 5,
+    codec: str = "int8",
+    weighting: str = "uniform",
+    **settings: Any,
 ) -> Contract:
     """A tiny model, a small text and three inner steps a round."""
     return Contract(
@@ -132,7 +140,7 @@ def small_contract(
         model=ModelConfig(name="tiny"),
         data=DataConfig(source=f"text:{text_file}", seq_len=32, validation_sequences=4),
         inner=InnerConfig(steps=3, batch_size=2),
-        outer=OuterConfig(codec=codec),
+        outer=OuterConfig.model_validate({"codec": codec, "weighting": weighting}),
         rounds=RoundsConfig(**settings),
     )
 

@@ -218,8 +218,8 @@ def test_a_round_announces_its_lineage_and_the_hash_of_its_state() -> None:
         digests = [report.outcome.digest for report in reports]
         lineage = swarm.entered[0].lineage
         for round, digest in enumerate(digests, start=1):
-            lineage = next_lineage(lineage, round=round, weights={"a": 1.0}, tokens={"a": 0}, average_digest=digest)
-            assert swarm.positions[round - 1] == Position(round, lineage, "")
+            lineage = next_lineage(lineage, round=round, weights={"a": 1.0}, tokens={"a": 1}, average_digest=digest)
+            assert swarm.positions[round - 1] == Position(round, lineage, "", round)
             assert reports[round - 1].lineage == lineage
         assert optimizer.params_hash == params_hash(optimizer.outer)
     hashes = [report.params_hash.result() for report in reports if report.params_hash is not None]

@@ -82,6 +82,16 @@ def test_equal_votes_are_for_whole_phases_and_tokens_count_whatever_was_done() -
     assert (uniform.weight, tokens.weight) == (0.0, 64.0)
 
 
+def test_where_nobody_counts_tokens_steps_make_the_weight_of_the_lineage() -> None:
+    """Otherwise all lineages would weigh nothing, and a newcomer as much as a run of a thousand rounds."""
+    phase = phase_of(Clock(), weighting="uniform")
+    phase.step()
+    phase.step()
+    assert phase.work == 2
+    phase.tokens += 128
+    assert phase.work == 128
+
+
 def test_tokens_that_nobody_counted_are_an_error_that_tells_the_cure() -> None:
     phase = phase_of(Clock())
     phase.step()
