@@ -27,7 +27,7 @@ from benchmarks.links import Host, Links
 
 BAR_S = 10.0
 LIMIT_S = 120.0
-PAUSE_S = 0.5  # an inner phase
+PAUSE_S = 3.0  # an inner phase, longer than a joiner needs for the round it missed
 MBIT = 1e6 / 8
 
 
@@ -159,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments (default 0)")
     parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "kill.jsonl")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves in order, too
     draw, links, trials = random.Random(options.seed), Links(), list[dict[str, Any]]()
     moved = 4 * options.values * (options.workers - 1) // options.workers  # both ways, int8
     with tempfile.TemporaryDirectory(prefix="kill-") as temporary:
