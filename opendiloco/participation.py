@@ -183,4 +183,5 @@ class Participation:
                 )
             await asyncio.sleep(REFRESH_S)
             await presence.refresh()
-        return RoundOutcome(verdict="resync", reason=ahead, wait_s=time.monotonic() - started)
+        reason = f"followed the round, with no part in it: {ahead}"
+        return RoundOutcome(verdict="resync", reason=reason, wait_s=time.monotonic() - started)

@@ -208,7 +208,7 @@ class Worker:
         if self._display is not None:
             self._display.round(event, live=report.outcome.live)
         line = round_line(event, live=report.outcome.live, reason=report.outcome.reason)
-        logger.log(logging.INFO if event.verdict == "commit" else logging.WARNING, line)
+        logger.log(logging.WARNING if event.verdict in ("retry", "skip") else logging.INFO, line)
 
     def _evaluate(self) -> None:
         """Validation loss of the outer parameters, which the model holds between two rounds."""
