@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -164,10 +165,13 @@ def _record(
 
 
 def _until_part(joins: Sequence[tuple[Worker, dict[str, Any]]]) -> list[float]:
-    """Rounds from the one in which a worker joined to the first that it had a part in."""
+    """Rounds from the one in which a worker joined to the first that it had a part in, in the same life."""
     found = []
     for worker, join in joins:
-        later = (event for event in worker.events("round") if event["time"] > join["time"])
+        again = min(
+            (other["time"] for other in worker.events("join") if other["time"] > join["time"]), default=math.inf
+        )
+        later = (event for event in worker.events("round") if join["time"] < event["time"] < again)
         first = next((event for event in later if join["peer"] in event["participants"]), None)
         if first is not None and join["source"] == "swarm":
             found.append(float(first["round"] - join["round"]))
