@@ -135,7 +135,7 @@ class PeerProcess:
         """
         before = self._presence.position
         self._donor.hold()
-        recovery = await self._recoverer.catch_up(before)
+        recovery = await self._recoverer.catch_up(before, self._participation.committed_by)
         self._donor.settle(recovery.position)
         if recovery.position.lineage == before.lineage:
             return recovery

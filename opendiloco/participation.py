@@ -45,6 +45,8 @@ class Participation:
         self._gathering: asyncio.Task[Assembly] | None = None
         self._dropped: dict[str, set[str]] = {}  # group key -> peers that dropped out of its attempts
         self._last_group = b""
+        self.committed_by: list[str] = []
+        """Members of the last group that have committed the round, where this worker's attempt failed."""
 
     async def average(self, request: RoundRequest) -> RoundOutcome:
         """One attempt at the round.
@@ -55,6 +57,7 @@ class Participation:
         """
         if self._presence.fatal is not None:
             raise self._presence.fatal
+        self.committed_by = []
         if request.weight == 0:
             return await self._follow()
         try:
@@ -133,7 +136,8 @@ class Participation:
         finally:
             self._donor.undecided = False
         self._dropped.setdefault(key, set()).update(attempt.failures)
-        verdict, reason = after_failure(attempt.failures, committed_by=await self._committed_by(group))
+        self.committed_by = await self._committed_by(group)
+        verdict, reason = after_failure(attempt.failures, committed_by=self.committed_by)
         return replace(outcome, verdict=verdict, reason=reason)
 
     def _log(self, attempt: Attempt) -> str:

@@ -80,8 +80,11 @@ class Recoverer:
         self._average = vectors["average"]
         self._numel = self._average.numel()
 
-    async def catch_up(self, start: Position) -> Recovery:
+    async def catch_up(self, start: Position, holders: Sequence[str] = ()) -> Recovery:
         """Move the state from `start` to the head; returns where that is and what it took.
+
+        Args:
+            holders: peers that have the next round, whether or not they have announced it yet.
 
         Raises:
             SwarmError: no donor could provide a state that checks out.
@@ -91,6 +94,8 @@ class Recoverer:
         self._given_up = 0
         self._start = start
         position, reasons = start, list[str]()
+        if holders:
+            position = await self._replay_one(start, holders) or start
         for _ in range(MAX_ATTEMPTS):
             try:
                 position = await self._approach(position)

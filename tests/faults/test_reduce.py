@@ -116,16 +116,6 @@ def test_victim_is_back_with_the_bits_of_the_others_when_its_link_is(
     links.mend(swarm.hosts[-1], *swarm.hosts[:-1])
     swarm.hosts[-1].is_stalled = False
     rounds[-1].result(60)
-    print(
-        [
-            [
-                (o.verdict, o.reason, len(o.weights), o.live, round(o.allreduce_s, 1), round(o.wait_s, 1))
-                for o in f.result()
-            ]
-            for f in rounds
-        ],
-        [(p.position.round, p.position.lineage[:6]) for p in swarm.workers],
-    )
     assert {peer.position.lineage for peer in swarm.workers} == {swarm.survivors[0].position.lineage}
     assert len({params_hash(peer.state) for peer in swarm.workers}) == 1
     for peer in swarm.workers:

@@ -128,3 +128,18 @@ def test_a_joiner_gets_the_moments_of_a_donor_where_the_contract_says_so(network
     first, second = newcomer.vectors["inner_first"], newcomer.vectors["inner_second"]
     assert set(first.tolist()) <= {-1.0, -2.0}
     assert torch.equal(first, -second)  # both of one donor, wherever they come from
+
+
+def test_a_round_that_others_have_but_not_announced_yet_is_fetched_from_them(network: Network) -> None:
+    """Between its commit and its record a worker has done the outer step; who failed meanwhile must not miss it."""
+    workers = network.workers(3, grace=0.5, size=SIZE)
+    for peer in workers[:2]:
+        peer.vectors["pseudo_gradient"].normal_()
+    outcomes = [future.result(30) for future in [peer.average() for peer in workers[:2]]]
+    late = workers[2]
+    late.process._participation.committed_by = [peer.peer_id for peer in workers[:2]]
+    recovery = network.run(late.process.catch_up())
+    assert (recovery.position.round, recovery.position.lineage) == (1, outcomes[0].lineage)
+    state = state_of(workers[0])
+    outer_step(state, workers[0].vectors["average"], OuterConfig())
+    assert torch.equal(late.vectors["theta"], state.theta)
