@@ -82,7 +82,8 @@ run_tests() {
         "$python" -m ruff format --check .
         "$python" -m ruff check .
         "$python" -m mypy
-        set -- -n 2 --dist loadfile
+        "$python" -m pytest -n 2 tests/unit
+        set -- tests/swarm tests/faults # one at a time: they are about time, too
     fi
     exec "$python" -m pytest "$@"
 }

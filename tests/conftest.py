@@ -57,11 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Pure tests first: what hivemind leaves to the garbage collector would disturb those that count memory."""
-    items.sort(key=lambda item: "unit" not in item.path.parts)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _own_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A mark on all processes of this run, and a temporary folder of its own (short: sockets are put there)."""

@@ -126,6 +126,10 @@ class Peer:
         """Peer ids of the other live workers, as this one knows them."""
         return set(self.process._membership.view)
 
+    def awaits(self, other: Peer) -> bool:
+        """Whether this worker counts another one among those of its round."""
+        return other.peer_id in self.process._presence.outlook().candidates
+
     def awaited(self) -> str:
         """Whom this worker's round waits for."""
         return self._network.run(self.process.awaited())

@@ -15,6 +15,7 @@ from opendiloco.rounds import Position, Recovery
 
 if TYPE_CHECKING:
     from support.peers import Network, Peer
+    from support.waiting import WaitUntil
 
 SIZE = 300_001
 ZERO = "0" * 64
@@ -77,12 +78,13 @@ def test_a_joiner_fetches_the_state_from_several_donors_when_that_is_less(networ
     assert recovery.received_bytes < 8 * 1.1 * SIZE
 
 
-def test_a_joiner_takes_part_in_the_next_round(network: Network) -> None:
+def test_a_joiner_takes_part_in_the_next_round(network: Network, wait_until: WaitUntil) -> None:
     workers = network.workers(2, contract=network.contract(2), size=SIZE)
     play_rounds(network, workers, 2)
     newcomer, recovering = join(network, workers)
     newcomer.position = recovering.result(30).position
     network.run(newcomer.process.begin_phase(False))
+    wait_until(lambda: all(peer.awaits(newcomer) for peer in workers), "the others know where it is")
     play_rounds(network, [*workers, newcomer], 1)
     assert torch.equal(newcomer.vectors["theta"], workers[0].vectors["theta"])
     assert newcomer.position == workers[0].position

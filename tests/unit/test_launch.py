@@ -95,7 +95,13 @@ def test_each_form_starts_what_the_table_says(checkout: Checkout) -> None:
         (): ["-P -m opendiloco.demo "],
         ("--rounds", "2"): ["-P -m opendiloco.demo --rounds 2"],
         ("train", "--set", "a.b=c d"): ["-P -m opendiloco train --set a.b=c d"],
-        ("test",): ["-m ruff format --check .", "-m ruff check .", "-m mypy", "-m pytest -n 2 --dist loadfile"],
+        ("test",): [
+            "-m ruff format --check .",
+            "-m ruff check .",
+            "-m mypy",
+            "-m pytest -n 2 tests/unit",
+            "-m pytest tests/swarm tests/faults",
+        ],
         ("test", "-k", "x"): ["-m pytest -k x"],
         ("bench", "codec", "--fast"): [f"{checkout.root}/benchmarks/bench_codec.py --fast"],
     }.items():
