@@ -81,6 +81,9 @@ def drop_connections(swarm: Swarm, links: Links) -> None:
     links.drop_connections(swarm.hosts[-1])
 
 
+FAULTS = [kill, cut, freeze, stall]
+
+
 def strike(swarm: Swarm, links: Links, fault: Callable[[Swarm, Links], None], wait_until: WaitUntil) -> float:
     """Let the fault happen in the middle of the victim's all-reduce; returns when."""
     before = swarm.hosts[-1].carried_bytes
@@ -89,7 +92,7 @@ def strike(swarm: Swarm, links: Links, fault: Callable[[Swarm, Links], None], wa
     return time.monotonic()
 
 
-@pytest.mark.parametrize(("fault", "name"), zip([kill, cut, freeze, stall], NOTICED_S, strict=True), ids=NOTICED_S)
+@pytest.mark.parametrize(("fault", "name"), list(zip(FAULTS, NOTICED_S, strict=True)), ids=NOTICED_S)
 def test_survivors_commit_with_the_weights_of_those_who_contributed(
     swarm: Swarm, links: Links, fault: Callable[[Swarm, Links], None], name: str, wait_until: WaitUntil
 ) -> None:
