@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from opendiloco.codec import Codec, CodecError, require_finite
+from opendiloco.ledger import Reading
 from opendiloco.reducer import Reducer
 from opendiloco.rounds import Part, Verdict, plan_parts, verdict
 from opendiloco.wire import FrameKind, Stream, WireError
@@ -36,11 +37,13 @@ class Member:
 
     peer: str
     weight: float
-    """Of its values in the average."""
+    """Of its values in the average; 0: it sends none, and only takes the average."""
     tokens: int
     """It trained on in this round."""
     share: float
     """Of the vector that it reduces."""
+    readings: tuple[Reading, ...] = ()
+    """How far it has read the text."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,17 @@ class Group:
     id: bytes
     members: tuple[Member, ...]
     quorum: int = 1
-    """Fewest of them that may commit: more than half of the workers that were alive at the start."""
+    """Fewest voters whose values may make a round: more than half of the workers that were alive at the start."""
 
     @property
     def peers(self) -> tuple[str, ...]:
         """Peer ids of the members, sorted."""
         return tuple(member.peer for member in self.members)
+
+    @property
+    def voters(self) -> frozenset[str]:
+        """Peer ids of the members that send values."""
+        return frozenset(member.peer for member in self.members if member.weight)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class Attempt:
     """Weight of every peer in the average; empty unless the verdict is commit."""
     tokens: dict[str, int]
     """Tokens that every peer in the average trained on."""
+    readings: dict[str, tuple[Reading, ...]]
+    """How far every peer in the average has read the text."""
     digest: str
     """BLAKE3 of the averaged bytes, parts in the order of the vector."""
     parts: list[int]
@@ -101,6 +111,7 @@ class AllReduce:
         self._silence_s, self._limit_s = silence_s, limit_s
         self._values, self._average = values, average
         self._me = group.peers.index(peer)
+        self._votes = peer in group.voters
         shares = [member.share for member in group.members]
         self._plan = plan_parts(values.numel(), shares, alignment=codec.alignment)
         self._mask_bytes = (len(group.members) + 7) // 8
@@ -121,7 +132,8 @@ class AllReduce:
         Raises:
             NonFiniteError: this member's own values are not finite.
         """
-        require_finite(self._values)
+        if self._votes:
+            require_finite(self._values)
         self._started = time.monotonic()
         waiting = {index for index in range(len(self.group.members)) if index != self._me and self._plan[index]}
         try:
@@ -165,7 +177,7 @@ class AllReduce:
 
     async def _send(self, reducer: int, stream: Stream) -> None:
         await stream.send(FrameKind.GROUP, self.group.id)
-        for part in self._plan[reducer]:
+        for part in self._plan[reducer] if self._votes else ():
             encoded = self._codec.encode(self._values[part.start : part.stop])
             await stream.send(FrameKind.PART, memoryview(encoded.numpy().data))
 
@@ -191,8 +203,8 @@ class AllReduce:
         parts = [part for parts in self._plan for part in parts]
         missing = sum(part not in self._results for part in parts)
         masks = {self._contributors(mask) for _, mask in self._results.values()}
-        decision = verdict(self.group.peers, masks, missing, quorum=self.group.quorum)
-        committed = next(iter(masks), frozenset(self.group.peers)) if decision == "commit" else frozenset()
+        decision = verdict(self.group.voters, masks, missing, quorum=self.group.quorum)
+        committed = next(iter(masks), self.group.voters) if decision == "commit" else frozenset()
         digest = blake3.blake3()
         for part in parts:
             if part in self._results:
@@ -203,6 +215,7 @@ class AllReduce:
             verdict=decision,
             weights={member.peer: member.weight for member in participants},
             tokens={member.peer: member.tokens for member in participants},
+            readings={member.peer: member.readings for member in participants},
             digest=digest.hexdigest(),
             parts=[part.size for part in parts],
             payload=[self._results[part][0] for part in parts] if decision == "commit" else [],
@@ -223,7 +236,7 @@ class AllReduce:
 
     def _contributors(self, mask: bytes) -> frozenset[str]:
         bits = int.from_bytes(mask, "little")
-        return frozenset(peer for index, peer in enumerate(self.group.peers) if bits >> index & 1)
+        return self.group.voters & {peer for index, peer in enumerate(self.group.peers) if bits >> index & 1}
 
 
 def _strike_off(waiting: set[int], index: int, exchange: asyncio.Task[None]) -> None:

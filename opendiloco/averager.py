@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from opendiloco.config import Contract
+from opendiloco.ledger import Reading
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
 
@@ -36,6 +37,9 @@ class Averager(Protocol):
 
     def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
         """How far this worker's inner phase is."""
+
+    def lease(self, at: Reading | None) -> Reading:
+        """Where to read on, for a worker that is at `at` (None at the start): there, or in another shard."""
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """One attempt to average `pseudo_gradient` into `average`."""

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from opendiloco.errors import SettingsError
+from opendiloco.ledger import Ledger
 from opendiloco.rounds import Position
 
 _META, _OUTER, _INNER = "meta.json", "outer.safetensors", "inner.pt"
-FORMAT = 1
+_POSITION = ("round", "lineage", "params_hash", "tokens")
+FORMAT = 2
 _NAME = re.compile(r"round-\d+", re.ASCII)
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,8 @@ class CheckpointWriter:
             meta = {
                 "format": FORMAT,
                 "contract": checkpoint.contract,
-                "position": asdict(position),
+                "position": {name: getattr(position, name) for name in _POSITION},
+                "ledger": position.ledger.model_dump(mode="json"),
                 "data": checkpoint.data,
             }
             (beside / _META).write_text(json.dumps(meta))
@@ -153,7 +156,8 @@ def _load(path: Path, resume: str, contract: str) -> Checkpoint:
     try:
         outer = load_file(path / _OUTER)
         rest = torch.load(path / _INNER, weights_only=True)
-        position = Position(**meta["position"])
+        ledger = Ledger.model_validate_json(json.dumps(meta["ledger"]))
+        position = Position(**meta["position"], ledger=ledger)
         theirs = str(meta["contract"])
         checkpoint = Checkpoint(theirs, position, outer, rest["inner"], meta["data"], rest["random"])
     except Exception as error:  # whatever a damaged file makes the readers raise

@@ -81,6 +81,9 @@ class DataConfig(Section):
     """Tokens per training sequence."""
     text_field: str = "text"
     """Column that holds the text in jsonl, parquet and hub data sets."""
+    shards: Annotated[int, Field(ge=1, le=2**20), Unit("shards")] = 64
+    """Parts of the text, of which every worker leases one at a time: so many workers read different text. A streamed
+    source gives at most 8 for each of its files."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Share of the documents held out for validation; no worker trains on them."""
     validation_sequences: Annotated[int, Field(ge=1), Unit("sequences")] = 64

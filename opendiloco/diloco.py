@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDone
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,14 +23,14 @@ from opendiloco.averager import Averager, vector_sizes
 from opendiloco.config import Contract
 from opendiloco.errors import OpendilocoError, SwarmError
 from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
-from opendiloco.leave import Leave
+from opendiloco.leave import Leave, wait_for
+from opendiloco.ledger import Ledger, Reading
 from opendiloco.moments import load_moments, store_moments
 from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
 from opendiloco.phase import InnerPhase
-from opendiloco.report import RoundReport
+from opendiloco.report import RoundReport, given_up_line
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
-POLL_S = 0.2  # how soon a wait for the swarm notices a request to leave
 PATIENCE_S = 15.0  # between two lines that say whom a round waits for
 LEAVE_LIMIT_S = 7.0  # for an all-reduce that had begun when the user asked to leave
 BAD_NUMBERS_CURE = "lower inner.lr (or outer.lr, if it is the first step of a round), or raise inner.warmup_steps"
@@ -49,6 +50,7 @@ class DiLoCo(torch.optim.Optimizer):
         inner: any optimizer over the trainable parameters of `model`.
         start: where to begin instead of round 0 with the model's parameters: a position and its theta, momentum and
             (outer adam) second_moment, from a checkpoint.
+        readings: what this worker has read of the text that the swarm leases to it (see `Averager.lease`).
         on_round: called with every attempt at a round, from within `step`.
         leaving: whether the user wants to leave; asked while waiting for the swarm.
 
@@ -64,6 +66,7 @@ class DiLoCo(torch.optim.Optimizer):
         contract: Contract,
         *,
         start: tuple[Position, Mapping[str, Tensor]] | None = None,
+        readings: Callable[[], tuple[Reading, ...]] = tuple,
         on_round: Callable[[RoundReport], None] = lambda report: None,
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -71,26 +74,31 @@ class DiLoCo(torch.optim.Optimizer):
         self.inner = inner
         self.param_groups, self.state = inner.param_groups, inner.state
         self._swarm, self._contract, self._on_round, self._leaving = swarm, contract, on_round, leaving
+        self._readings = readings
         self._parameters = trainable_parameters(model)
         layout = FlatLayout.of(model)
         self._vectors = swarm.allocate(vector_sizes(layout.numel, contract))
         gather(self._parameters, self._vectors["theta"])
-        for name, values in start[1].items() if start is not None else ():
+        for name, values in start[1].items() if start else ():
             self._vectors[name].copy_(values)
         self.outer = OuterState(self._vectors["theta"], self._vectors["momentum"], self._vectors["second_moment"])
+        self._moments = self._vectors["inner_first"], self._vectors["inner_second"]
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="params hash")
         self._hash = self._hasher.submit(params_hash, self.outer)
         self.outer.lineage = genesis_lineage(contract.digest, self.params_hash)
         self.tokens = 0
         """Tokens that all participants trained on in the rounds of this lineage."""
+        self.ledger = Ledger()
+        """How far they have read the text."""
         if start is not None:
             self._move_to(start[0])
             scatter(self.outer.theta, self._parameters)
         self._dropped = 0
+        self._followed: Future[RoundOutcome] | None = None
         self.phase = InnerPhase(contract)
         """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
         try:
-            swarm.enter(contract, layout.digest, self._position())
+            swarm.enter(contract, layout.digest, replace(self.position, params_hash=self.params_hash))
             self.recovery = self._catch_up()
             with self.phase.paused():
                 self.workers = self._wait(swarm.wait_for_start())
@@ -104,6 +112,11 @@ class DiLoCo(torch.optim.Optimizer):
         return self.outer.round
 
     @property
+    def position(self) -> Position:
+        """Where this worker stands, as of the last committed round; without its hash."""
+        return Position(self.outer.round, self.outer.lineage, "", self.tokens, self.ledger)
+
+    @property
     def params_hash(self) -> str:
         """Hash of the outer state; waits while it is being computed."""
         return self._hash.result()
@@ -115,16 +128,19 @@ class DiLoCo(torch.optim.Optimizer):
             SwarmError: the round failed more often than the contract allows, or the swarm could not be caught up with.
             Leave: the user asked to leave while this worker waited for the swarm.
         """
+        if self._followed is None and not self.phase.has_vote:
+            self._followed = self._swarm.average(RoundRequest(weight=0.0, tokens=0))
         loss = self.inner.step(closure)
         self.phase.step()
-        if self.phase.is_over:
+        if self.phase.is_over or (self._followed is not None and self._followed.done()):
             self._end_round()
         return loss
 
     def drop_phase(self, reason: str) -> None:
         """Throw away what this worker did in this round, because its numbers are bad: back to the swarm's theta.
 
-        What is left of the phase counts where weights are tokens; otherwise this worker only follows the round.
+        What is left of the phase counts where weights are tokens; otherwise this worker only follows the round: it
+        takes the result the moment the others have it, however far its own phase is.
 
         Raises:
             OpendilocoError: that has happened again and again, and the worker contributed nothing in between.
@@ -184,7 +200,8 @@ class DiLoCo(torch.optim.Optimizer):
                 self.phase.is_whole = True
                 if self.phase.steps_done == 0:
                     self.phase.begin()
-                    self._swarm.begin_phase(following=False)
+                self._swarm.begin_phase(following=False)
+                if not self.phase.is_over:
                     return
         raise SwarmError(
             f"round {self.round + 1} failed {self._contract.rounds.max_retries + 1} times "
@@ -193,7 +210,10 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _average(self) -> RoundOutcome:
         """One attempt. A request to leave withdraws from it while that can be done without harm to the others."""
-        future = self._swarm.average(RoundRequest(weight=self.phase.weight, tokens=self.phase.work))
+        future, self._followed = self._followed, None
+        if future is None:
+            request = RoundRequest(weight=self.phase.weight, tokens=self.phase.work, readings=self._readings())
+            future = self._swarm.average(request)
         try:
             return self._wait(future)
         except Leave:
@@ -205,29 +225,23 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _catch_up(self, late_work: Tensor | None = None) -> Recovery:
         """Go where the swarm is. Finished work that came too late goes on top of the new outer parameters."""
-        before, whole_phase = self.round, self.phase.is_whole
+        before, is_timely = self.round, self.phase.is_whole
         self._hash.result()  # of the state that may be about to change
         recovery = self._wait(self._swarm.catch_up())
         position = recovery.position
         if position.lineage == self.outer.lineage:
             return recovery
         if recovery.given_up:
-            logger.warning(
-                "%d rounds of this worker are given up: the swarm went on from round %d on another lineage that is "
-                "heavier (%s, %d tokens; here %s, %d tokens)",
-                *(recovery.given_up, before - recovery.given_up, position.lineage[:6], position.tokens),
-                *(self.outer.lineage[:6], self.tokens),
-            )
+            logger.warning(given_up_line(recovery, self.position))
         self._move_to(position)
         self._hash = self._hasher.submit(self._hash_and_announce, position.round)
-        if late_work is not None and whole_phase and position.round - before <= self._contract.rounds.max_staleness:
+        if late_work is not None and is_timely and position.round - before <= self._contract.rounds.max_staleness:
             late = torch.sub(self.outer.theta, late_work, out=self._vectors["average"])
             scatter(late, self._parameters)
         else:
             scatter(self.outer.theta, self._parameters)
-        if recovery.full_state and self._vectors["inner_first"].numel():
-            first, second = self._vectors["inner_first"], self._vectors["inner_second"]
-            load_moments(self.inner, self._parameters, first, second, step=position.round * self._contract.inner.steps)
+        if recovery.full_state:
+            load_moments(self.inner, self._parameters, *self._moments, step=position.round * self._contract.inner.steps)
         is_whole = recovery.inner_step == 0 and recovery.phase_s == 0
         self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s, is_whole=is_whole)
         self._swarm.begin_phase(following=not is_whole and self._contract.outer.weighting == "uniform")
@@ -242,10 +256,10 @@ class DiLoCo(torch.optim.Optimizer):
         outer_step(self.outer, average, self._contract.outer)
         self.outer.lineage = outcome.lineage
         self.tokens += sum(outcome.tokens.values())
+        self.ledger = self.ledger.after(outcome.readings)
         scatter(self.outer.theta, self._parameters)
-        if self._vectors["inner_first"].numel():
-            store_moments(self.inner, self._parameters, self._vectors["inner_first"], self._vectors["inner_second"])
-        self._swarm.committed(Position(self.outer.round, self.outer.lineage, "", self.tokens))
+        store_moments(self.inner, self._parameters, *self._moments)
+        self._swarm.committed(self.position)
         outer_s = time.monotonic() - started
         self._hash = self._hasher.submit(self._hash_and_announce, self.outer.round)
         self._on_round(
@@ -282,6 +296,7 @@ class DiLoCo(torch.optim.Optimizer):
             params_hash=self._hash if committed else None,
             inner_steps=self.phase.steps_done,
             tokens=self.phase.tokens,
+            readings=self._readings(),
             inner_s=inner_s,
             outer_s=outer_s,
             pseudo_gradient_norm=pseudo_gradient_norm,
@@ -290,18 +305,15 @@ class DiLoCo(torch.optim.Optimizer):
 
     def _wait(self, future: Future[T]) -> T:
         patience = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return future.result(POLL_S)
-            except NotDone:
-                if self._leaving():
-                    raise Leave from None
+
+        def say_whom_it_waits_for() -> None:
+            nonlocal patience
             if time.monotonic() > patience:
                 logger.warning("round %d waits: %s", self.round + 1, self._swarm.awaited())
                 patience = time.monotonic() + PATIENCE_S
 
+        return wait_for(future, self._leaving, meanwhile=say_whom_it_waits_for)
+
     def _move_to(self, position: Position) -> None:
         self.outer.round, self.outer.lineage, self.tokens = position.round, position.lineage, position.tokens
-
-    def _position(self) -> Position:
-        return Position(self.outer.round, self.outer.lineage, self.params_hash, self.tokens)
+        self.ledger = position.ledger

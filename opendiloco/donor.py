@@ -42,7 +42,7 @@ class Ask(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    what: Literal["round", "chunk"]
+    what: Literal["round", "chunk", "ledger"]
     round: Count = 0
     """round: the one that was committed on top of lineage `before`."""
     before: HexDigest | None = None
@@ -145,8 +145,11 @@ class Donor:
                 return
             if ask.what == "round":
                 await self._send_round(ask, stream)
-            else:
+            elif ask.what == "chunk":
                 await self._send_chunk(ask, stream)
+            else:
+                ledger = (await self._settled(stream)).ledger
+                await stream.send(FrameKind.HEADER, ledger.model_dump_json().encode())
 
     async def _send_round(self, ask: Ask, stream: Stream) -> None:
         newest = self._newest
@@ -167,18 +170,22 @@ class Donor:
     async def _send_chunk(self, ask: Ask, stream: Stream) -> None:
         if not 0 < ask.stop - ask.start <= MAX_CHUNK_VALUES or ask.stop > self._numel:
             raise await _refusal(stream, "no such chunk")
-        try:
-            async with asyncio.timeout(self._silence_s):
-                await self._steady.wait()
-        except TimeoutError:
-            raise await _refusal(stream, "this peer's state is changing") from None
-        position = self._position
-        assert position is not None
+        position = await self._settled(stream)
         # copied without a pause in between, so that all of it belongs to one round
         pieces = [vector[ask.start : ask.stop].numpy().tobytes() for vector in self._state]
         header = ChunkHeader(round=position.round, lineage=position.lineage, tokens=position.tokens)
         await stream.send(FrameKind.HEADER, header.model_dump_json().encode())
         await stream.send(FrameKind.DATA, *pieces)
+
+    async def _settled(self, stream: Stream) -> Position:
+        """Where the outer state stands, once it is not about to change."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                await self._steady.wait()
+        except TimeoutError:
+            raise await _refusal(stream, "this peer's state is changing") from None
+        assert self._position is not None
+        return self._position
 
 
 async def _refusal(stream: Stream, reason: str) -> WireError:

@@ -5,14 +5,31 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+POLL_S = 0.2  # how soon a wait notices a request to leave
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
 class Leave(Exception):
     """The user asked this worker to leave; raised where the worker waits or is between two steps."""
+
+
+def wait_for(future: Future[T], leaving: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> T:
+    """The result of `future`, or `Leave` once `leaving` says so; `meanwhile` is called a few times a second."""
+    while True:
+        try:
+            return future.result(POLL_S)
+        except NotDone:
+            if leaving():
+                raise Leave from None
+        meanwhile()
 
 
 class LeaveRequest:

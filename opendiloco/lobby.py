@@ -8,18 +8,20 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from opendiloco.allreduce import Group, Member
+from opendiloco.ledger import MAX_READINGS, Reading
 from opendiloco.rounds import Gathering, quorum_size, reduce_shares, start_time
 
 REFRESH_S = 1.0  # between two looks at membership while somebody waits
 MAX_MEMBERS = 1024
 
-Weight = Annotated[float, Field(gt=0, le=1e15)]
+Weight = Annotated[float, Field(ge=0, le=1e15)]
 Tokens = Annotated[int, Field(ge=0, le=2**50)]
+Readings = Annotated[list[Reading], Field(max_length=MAX_READINGS)]
 
 
 class Offer(BaseModel):
@@ -28,7 +30,9 @@ class Offer(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
     weight: Weight
+    """Of its values in the average; 0: it brings none and only wants the average."""
     tokens: Tokens
+    readings: Readings
     bandwidth: Annotated[float, Field(ge=0, le=1e15)] | None
     """Bytes per second; 0: reduces nothing; None: not measured yet."""
     gone: list[Annotated[str, Field(max_length=128)]] = Field(max_length=MAX_MEMBERS)
@@ -44,11 +48,18 @@ class Place(BaseModel):
 
     weight: Weight
     tokens: Tokens
+    readings: Readings
     share: Annotated[float, Field(ge=0, le=1)]
     wait_s: Annotated[float, Field(ge=0)]
     """From the member's arrival to the last one."""
     quorum: Annotated[int, Field(ge=1, le=MAX_MEMBERS)]
-    """Fewest members that may commit; the same for all."""
+    """Fewest members whose values may make a round; the same for all."""
+
+    @model_validator(mode="after")
+    def _followers_reduce_nothing(self) -> Self:
+        if self.share and not self.weight:
+            raise ValueError("a share of the vector for a peer that brings no values")
+        return self
 
 
 @dataclass(frozen=True)
@@ -143,29 +154,40 @@ class Lobby:
                     await self._changed.wait()
 
     def _gathering(self, outlook: Outlook) -> Gathering:
+        followers = self._arrivals.keys() - self._voters().keys()
         return Gathering(
             now=time.monotonic(),
-            arrived={peer: arrival.time for peer, arrival in self._arrivals.items()},
-            expected={peer: candidate.expected_finish for peer, candidate in outlook.candidates.items()},
+            arrived={peer: arrival.time for peer, arrival in self._voters().items()},
+            expected={
+                peer: candidate.expected_finish
+                for peer, candidate in outlook.candidates.items()
+                if peer not in followers
+            },
             inner_s=outlook.inner_s,
             gone=frozenset(peer for arrival in self._arrivals.values() for peer in arrival.offer.gone),
         )
 
+    def _voters(self) -> dict[str, _Arrival]:
+        return {peer: arrival for peer, arrival in self._arrivals.items() if arrival.offer.weight}
+
     def _start(self, rules: Rules, outlook: Outlook) -> bool:
         """Fix the members; False when nobody among them could reduce."""
-        peers = sorted(self._arrivals)[:MAX_MEMBERS]
+        gathering = self._gathering(outlook)
+        peers = sorted(self._arrivals, key=lambda peer: (peer not in gathering.arrived, peer))[:MAX_MEMBERS]
         offers = {peer: self._arrivals[peer].offer for peer in peers}
-        if all(offer.bandwidth == 0 for offer in offers.values()):
+        able = [offer.bandwidth if offer.weight else 0.0 for offer in offers.values()]
+        if not any(bandwidth != 0 for bandwidth in able):
             return False
-        last = max(arrival.time for arrival in self._arrivals.values())
-        live = self._arrivals.keys() | outlook.candidates.keys()
-        shares = reduce_shares([offers[peer].bandwidth for peer in peers])
+        last = max(gathering.arrived.values())
+        live = gathering.arrived.keys() | gathering.expected.keys()
+        shares = reduce_shares(able)
         places = {
             peer: Place(
                 weight=offers[peer].weight,
                 tokens=offers[peer].tokens,
+                readings=offers[peer].readings,
                 share=share,
-                wait_s=last - self._arrivals[peer].time,
+                wait_s=max(0.0, last - self._arrivals[peer].time),
                 quorum=quorum_size(len(live), rules.quorum),
             )
             for peer, share in zip(peers, shares, strict=True)
@@ -176,5 +198,8 @@ class Lobby:
 
 def group_of(group_id: bytes, places: Mapping[str, Place]) -> Group:
     """The group with these places."""
-    members = (Member(peer, place.weight, place.tokens, place.share) for peer, place in sorted(places.items()))
+    members = (
+        Member(peer, place.weight, place.tokens, place.share, tuple(place.readings))
+        for peer, place in sorted(places.items())
+    )
     return Group(group_id, tuple(members), max(place.quorum for place in places.values()))

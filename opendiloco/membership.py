@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from opendiloco.config import Contract, contract_from_wire, contract_to_wire
 from opendiloco.errors import SettingsError
 from opendiloco.identity import Identity, peer_id_of, verify
+from opendiloco.ledger import MAX_READINGS
 
 MAX_RECORD_BYTES = 64 * 1024
 MAX_LIFETIME_S = 300.0
@@ -60,6 +61,8 @@ class Progress(BaseModel):
     tokens_per_s: Annotated[float, Field(ge=0, le=1e12)]
     expected_finish: Time
     client_mode: bool
+    shards: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=MAX_READINGS)]
+    """Of the training text: leased to this worker for as long as the record lives; see `leases`."""
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]

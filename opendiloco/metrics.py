@@ -78,6 +78,7 @@ class RoundEvent(Event):
     loss: float  # mean over the inner phase
     inner_steps: int
     tokens: int
+    shards: Sequence[int]  # of the text, which this worker has read from; the last one is where it is
     swarm_tokens: int
     inner_s: float
     wait_s: float

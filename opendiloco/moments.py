@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 def store_moments(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], first: Tensor, second: Tensor
 ) -> None:
-    """Copy the moments into fp32 [N] each, zeros where the optimizer has none yet."""
+    """Copy the moments into fp32 [N] each, zeros where the optimizer has none yet; nothing into empty tensors."""
+    if not first.numel():
+        return
     for name, out in ((FIRST, first), (SECOND, second)):
         gather([optimizer.state[p].get(name, torch.zeros_like(p)) for p in parameters], out)
 
@@ -30,8 +32,11 @@ def load_moments(
 ) -> None:
     """Go on from another worker's moments, as after `step` steps; from zero where they make no sense.
 
-    They come from a stranger: values that are not finite, or second moments below 0, are not used.
+    Empty tensors: nobody gives any. The others come from a stranger: values that are not finite, or second moments
+    below 0, are not used.
     """
+    if not first.numel():
+        return
     if not bool(torch.isfinite(first).all()) or not bool((second >= 0).all()) or not bool(torch.isfinite(second).all()):
         logger.warning("the moments that a donor gave make no sense: the inner optimizer starts from zero")
         return

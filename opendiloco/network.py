@@ -30,6 +30,8 @@ from opendiloco.donor import STREAM_NAME as FETCH_STREAM
 from opendiloco.donor import Donor
 from opendiloco.groups import Groups
 from opendiloco.identity import Identity
+from opendiloco.leases import Leases
+from opendiloco.ledger import Reading
 from opendiloco.lobby import Rules
 from opendiloco.logs import file_formatter, setup_logging
 from opendiloco.membership import Membership
@@ -123,6 +125,7 @@ class PeerProcess:
             average=vectors["average"],
             reduces=not self._config.client_mode,
         )
+        self._leases = Leases(self._identity.peer_id)
         self._entered = True
         for part in (groups, rendezvous, self._donor, presence):
             await part.open()
@@ -137,6 +140,7 @@ class PeerProcess:
         self._donor.hold()
         recovery = await self._recoverer.catch_up(before, self._participation.committed_by)
         self._donor.settle(recovery.position)
+        self._leases.settle(recovery.position.ledger)
         if recovery.position.lineage == before.lineage:
             return recovery
         self._presence.move_to(recovery.position, following=True)  # nobody waits before its trainer is ready
@@ -156,7 +160,7 @@ class PeerProcess:
         while True:
             await presence.refresh()
             presence.check_agreement()
-            present = len(presence.outlook().candidates)
+            present = len(presence.outlook().candidates.keys() | {presence.peer})
             if present >= presence.contract.rounds.start_peers or presence.position.round > 0:
                 presence.has_started = True
                 presence.begin_phase()
@@ -166,6 +170,13 @@ class PeerProcess:
     async def report(self, steps: int, tokens_per_s: float, finish_in_s: float) -> None:
         """The trainer's progress in its inner phase."""
         self._presence.report(steps, tokens_per_s, finish_in_s)
+
+    async def lease(self, at: Reading | None) -> Reading:
+        """Where the trainer reads on; see `Leases.lease`."""
+        presence = self._presence
+        reading = self._leases.lease(at, presence.position.ledger, presence.claims())
+        presence.claim(self._leases.claims)
+        return reading
 
     async def average(self, request: RoundRequest) -> RoundOutcome:
         """One attempt at the round; see `Participation.average`."""
@@ -183,6 +194,7 @@ class PeerProcess:
         """The trainer has applied a round: from here on this peer stands there. The hash follows later."""
         self._presence.move_to(position)
         self._donor.settle(position)
+        self._leases.settle(position.ledger)
 
     async def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`, which is computed after the round was announced."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import repeat
@@ -21,6 +21,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from opendiloco.config import OuterConfig
+from opendiloco.ledger import Reading
 
 CHUNK = 1 << 18
 """Values the outer step works on at a time: 1 MiB of fp32."""
@@ -122,7 +123,13 @@ def genesis_lineage(contract_digest: str, params_hash: str) -> str:
 
 
 def next_lineage(
-    lineage: str, *, round: int, weights: Mapping[str, float], tokens: Mapping[str, int], average_digest: str
+    lineage: str,
+    *,
+    round: int,
+    weights: Mapping[str, float],
+    tokens: Mapping[str, int],
+    readings: Mapping[str, Sequence[Reading]],
+    average_digest: str,
 ) -> str:
     """Hex lineage after committing `round` on top of `lineage`.
 
@@ -131,22 +138,26 @@ def next_lineage(
         round: number of the round committed, >= 1.
         weights: weight of each participant by peer; the order of the mapping does not matter.
         tokens: what each participant trained on in the round.
+        readings: how far each participant has read the text.
         average_digest: digest of the averaged bytes as they travelled.
 
     Raises:
-        ValueError: no participants, a weight that is not positive and finite, tokens of others, or a round below 1.
+        ValueError: no participants, a weight that is not positive and finite, tokens or readings of others, or a
+            round below 1.
     """
     if round < 1:
         raise ValueError(f"round is {round}: the first round that can be committed is 1")
     if not weights:
         raise ValueError(f"round {round} has no participants: there is nothing to commit")
-    if tokens.keys() != weights.keys():
-        raise ValueError(f"round {round} counts tokens of {sorted(tokens)} and has participants {sorted(weights)}")
+    if not tokens.keys() == readings.keys() == weights.keys():
+        others = sorted(tokens.keys() ^ weights.keys() | readings.keys() ^ weights.keys())
+        raise ValueError(f"round {round}: weights, tokens and readings are not of the same peers ({others})")
     fields = [lineage.encode(), struct.pack("<Q", round), average_digest.encode()]
     for peer, weight in sorted(weights.items()):
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"weight of {peer} is {weight}: weights are positive and finite")
-        fields += [peer.encode(), struct.pack("<dQ", weight, tokens[peer])]
+        read = b"".join(reading.pack() for reading in readings[peer])
+        fields += [peer.encode(), struct.pack("<dQ", weight, tokens[peer]), read]
     return _digest(b"opendiloco round", *fields)
 
 

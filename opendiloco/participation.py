@@ -13,7 +13,7 @@ from opendiloco.codec import NonFiniteError, require_finite
 from opendiloco.donor import Donor
 from opendiloco.groups import Groups
 from opendiloco.outer import next_lineage
-from opendiloco.presence import REFRESH_S, Presence
+from opendiloco.presence import Presence
 from opendiloco.recovery import Recoverer
 from opendiloco.rendezvous import Assembly, Rendezvous, RoundCall
 from opendiloco.roundlog import LogEntry
@@ -58,40 +58,43 @@ class Participation:
         if self._presence.fatal is not None:
             raise self._presence.fatal
         self.committed_by = []
-        if request.weight == 0:
-            return await self._follow()
-        try:
-            require_finite(self._values)  # before others wait for this worker
-        except NonFiniteError:
-            raise NonFiniteError("the pseudo-gradient is not finite: this worker does not contribute to it") from None
-        self._presence.arrive()
+        if request.weight:
+            self._arrive()
+        else:
+            self._presence.follow()
         started = time.monotonic()
-        assembly = await self._gather(request)
+        found = await self._gather(request)
         gathering_s = time.monotonic() - started
-        if assembly is None:
-            return RoundOutcome(verdict="skip", reason="withdrawn", wait_s=gathering_s)
-        if isinstance(assembly, str):
-            return RoundOutcome(verdict="resync", reason=assembly, wait_s=gathering_s)
-        return await self._reduce(assembly, gathering_s)
+        if isinstance(found, RoundOutcome):
+            return replace(found, wait_s=gathering_s)
+        return await self._reduce(found, gathering_s)
 
     def withdraw(self) -> None:
         """Give a running attempt up, unless its all-reduce has begun."""
         if self._gathering is not None:
             self._gathering.cancel()
 
-    async def _gather(self, request: RoundRequest) -> Assembly | str | None:
-        """The group of the round; why it is not for this peer; or None after `withdraw`."""
+    def _arrive(self) -> None:
+        try:
+            require_finite(self._values)  # before others wait for this worker
+        except NonFiniteError:
+            raise NonFiniteError("the pseudo-gradient is not finite: this worker does not contribute to it") from None
+        self._presence.arrive()
+
+    async def _gather(self, request: RoundRequest) -> Assembly | RoundOutcome:
+        """The group of the round, or what the attempt came to without one."""
         presence, key = self._presence, self._presence.outlook().key
         await presence.refresh(at_once=True)
-        if (ahead := presence.ahead()) is not None:
-            return ahead
+        if (verdict := self._without_group()) is not None:
+            return verdict
         if key not in self._dropped:
             self._dropped = {key: set()}
         call = RoundCall(
             key,
             request.weight,
             request.tokens,
-            self._groups.bandwidth if self._reduces else 0.0,
+            request.readings,
+            self._groups.bandwidth if self._reduces and request.weight else 0.0,
             frozenset(self._dropped[key]),
             self._last_group,
         )
@@ -100,15 +103,24 @@ class Participation:
             while True:
                 await asyncio.wait({gathering}, timeout=CHECK_S)
                 if gathering.cancelled():
-                    return None
+                    return RoundOutcome(verdict="skip", reason="withdrawn")
                 if gathering.done():
                     return gathering.result()
-                if presence.fatal is not None:
-                    raise presence.fatal
-                if (ahead := presence.ahead()) is not None:
-                    return ahead
+                if (verdict := self._without_group()) is not None:
+                    return verdict
         finally:
             gathering.cancel()
+
+    def _without_group(self) -> RoundOutcome | None:
+        """Why this worker need not wait for a group, if so."""
+        presence = self._presence
+        if presence.fatal is not None:
+            raise presence.fatal
+        if (ahead := presence.ahead()) is not None:
+            return RoundOutcome(verdict="resync", reason=ahead)
+        if not presence.outlook().candidates:
+            return RoundOutcome(verdict="skip", reason="nobody is there to follow")
+        return None
 
     async def _reduce(self, assembly: Assembly, gathering_s: float) -> RoundOutcome:
         group, started = assembly.group, time.monotonic()
@@ -123,6 +135,7 @@ class Participation:
                 live=len(self._presence.outlook().candidates.keys() | set(group.peers)),
                 weights=attempt.weights,
                 tokens=attempt.tokens,
+                readings=attempt.readings,
                 digest=attempt.digest,
                 failures=attempt.failures,
                 wait_s=assembly.wait_s,
@@ -132,7 +145,7 @@ class Participation:
                 received_bytes=attempt.received_bytes,
             )
             if attempt.verdict == "commit":
-                return replace(outcome, lineage=self._log(attempt))
+                return replace(outcome, lineage=self._log(attempt, group))
         finally:
             self._donor.undecided = False
         self._dropped.setdefault(key, set()).update(attempt.failures)
@@ -140,7 +153,7 @@ class Participation:
         verdict, reason = after_failure(attempt.failures, committed_by=self.committed_by)
         return replace(outcome, verdict=verdict, reason=reason)
 
-    def _log(self, attempt: Attempt) -> str:
+    def _log(self, attempt: Attempt, group: Group) -> str:
         """Keep a committed round for others to fetch; returns its lineage."""
         before = self._presence.position
         lineage = next_lineage(
@@ -148,6 +161,7 @@ class Participation:
             round=before.round + 1,
             weights=attempt.weights,
             tokens=attempt.tokens,
+            readings=attempt.readings,
             average_digest=attempt.digest,
         )
         entry = LogEntry(
@@ -156,10 +170,11 @@ class Participation:
             lineage=lineage,
             weights=attempt.weights,
             tokens=attempt.tokens,
+            readings=attempt.readings,
             digest=attempt.digest,
             parts=attempt.parts,
         )
-        self._presence.participants = frozenset(attempt.weights)
+        self._presence.participants = frozenset(group.peers) - attempt.failures.keys() | attempt.weights.keys()
         self._donor.hold()  # until the trainer has done the outer step
         self._donor.remember(entry, attempt.payload)
         return lineage
@@ -174,18 +189,3 @@ class Participation:
         while (answer := await self._recoverer.has_round(peer, position.round + 1, position.lineage)) is None:
             await asyncio.sleep(DECISION_POLL_S)
         return answer
-
-    async def _follow(self) -> RoundOutcome:
-        """Wait until the others have committed the round in which this worker arrived; it has no part in it."""
-        presence, started = self._presence, time.monotonic()
-        while (ahead := presence.ahead()) is None:
-            if presence.fatal is not None:
-                raise presence.fatal
-            if len(presence.outlook().candidates) == 1:
-                return RoundOutcome(
-                    verdict="skip", reason="nobody else is there to follow", wait_s=time.monotonic() - started
-                )
-            await asyncio.sleep(REFRESH_S)
-            await presence.refresh()
-        reason = f"followed the round, with no part in it: {ahead}"
-        return RoundOutcome(verdict="resync", reason=reason, wait_s=time.monotonic() - started)

@@ -89,16 +89,19 @@ class InnerPhase:
         return self.tokens or self.steps_done
 
     @property
+    def has_vote(self) -> bool:
+        """Whether this worker's work can count: one that came in the middle has no vote where all votes are equal."""
+        return self._by_tokens or self.is_whole
+
+    @property
     def weight(self) -> float:
         """Weight of the pseudo-gradient: tokens, or one; 0 follows the round without a part in it.
-
-        A worker that came in the middle of the phase has no vote where all votes are equal.
 
         Raises:
             SettingsError: outer.weighting is tokens, and nobody counted any.
         """
         if not self._by_tokens:
-            return 1.0 if self.is_whole else 0.0
+            return float(self.has_vote)
         if self.tokens == 0 and self.steps_done:
             raise SettingsError(
                 "outer.weighting is tokens and no tokens were counted in this round: call count_tokens before "

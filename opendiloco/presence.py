@@ -7,9 +7,10 @@ import logging
 import secrets
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from opendiloco.agreement import check_agreement
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.connect import TRANSPORT_ERRORS
 from opendiloco.errors import SettingsError
@@ -40,7 +41,7 @@ class Presence:
         """Args: `reconnect` looks for peers that were known and have been lost."""
         self.contract = contract
         self.participants: frozenset[str] = frozenset()
-        """Of the last committed round: they are about to announce it, whatever their records still say."""
+        """Who got the last committed round: they are about to announce it, whatever their records still say."""
         self.has_started = False
         """Whether the run's first round may start, or has long started."""
         self.inner_s = 0.0
@@ -67,7 +68,9 @@ class Presence:
             tokens_per_s=0.0,
             expected_finish=now + config.expiry_s,
             client_mode=config.client_mode,
+            shards=[],
         )
+        self._ledger = position.ledger
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -102,6 +105,12 @@ class Presence:
             self._update(state="averaging", expected_finish=time.time())
             self._in_background(self._announce())
 
+    def follow(self) -> None:
+        """This worker brings nothing to its round: others shall not wait for it, nor count it."""
+        if self._own.state != "following":
+            self._update(state="following")
+            self._in_background(self._announce())
+
     def move_to(self, position: Position, *, following: bool = False) -> None:
         """This worker stands at `position` now; an empty hash follows later.
 
@@ -109,6 +118,7 @@ class Presence:
             following: it came in the middle of the inner phase, and others shall not wait for it in this round.
         """
         self.begin_phase()
+        self._ledger = position.ledger
         self._update(
             round=position.round,
             lineage=position.lineage,
@@ -125,6 +135,12 @@ class Presence:
         """The hash of the state after `round`."""
         self._update(params_hash=params_hash, hashed_round=round)
         self._in_background(self._announce())
+
+    def claim(self, shards: Sequence[int]) -> None:
+        """These shards of the text are leased to this worker."""
+        if list(shards) != self._own.shards:
+            self._update(shards=list(shards))
+            self._in_background(self._announce())
 
     async def leave(self) -> None:
         """Tell the others that this worker goes."""
@@ -179,16 +195,16 @@ class Presence:
             logger.warning("the DHT did not answer: %r", error)
 
     def outlook(self) -> Outlook:
-        """Live peers of this worker's round: at its round and lineage, or known to be about to get there."""
+        """Live peers that bring values to this worker's round: at its round and lineage, or about to get there."""
         own, offset = self._own, time.monotonic() - time.time()
         key = group_key(
             run=self.contract.run.id, contract=own.contract, layout=own.layout, lineage=own.lineage, round=own.round
         )
-        candidates = {self._peer: _candidate(own, offset)}
+        candidates = {} if own.state == "following" else {self._peer: _candidate(own, offset)}
         for peer, record in self._membership.view.items():
-            if record.state == "following" or not self._is_like_own(record):
+            if not self._is_like_own(record):
                 continue
-            same = record.round == own.round and record.lineage == own.lineage
+            same = (record.round, record.lineage) == (own.round, own.lineage) and record.state != "following"
             if same or (record.round < own.round and peer in self.participants):
                 candidates[peer] = _candidate(record, offset)
         return Outlook(key, candidates, self.inner_s, self.ahead() is not None)
@@ -202,7 +218,11 @@ class Presence:
     def position(self) -> Position:
         """Where this worker stands."""
         own = self._own
-        return Position(own.round, own.lineage, "", own.committed_tokens)
+        return Position(own.round, own.lineage, "", own.committed_tokens, self._ledger)
+
+    def claims(self) -> dict[str, list[int]]:
+        """Shards that are leased to each of the other live workers."""
+        return {peer: record.shards for peer, record in self._membership.view.items() if self._is_like_own(record)}
 
     def goal(self, position: Position) -> Goal | None:
         """The heaviest lineage in sight, if it is heavier than that of `position`."""
@@ -218,7 +238,7 @@ class Presence:
         return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
 
     def behind(self) -> list[str]:
-        """Live peers that took part in this worker's last round and have not announced it yet."""
+        """Live peers that got this worker's last round and have not announced it yet."""
         records = ((peer, self._membership.view.get(peer)) for peer in sorted(self.participants))
         return [peer for peer, record in records if record is not None and record.round < self._own.round]
 
@@ -280,36 +300,8 @@ class Presence:
         return f"{there}, missing: {', '.join(missing)}" if missing else there
 
     def check_agreement(self) -> None:
-        """Compare with the others' records; where two cannot both be right, the one that started later gives way.
-
-        Raises:
-            SettingsError: another contract, model or initial parameters in the run, or another process with this key.
-        """
-        own = self._own
-        for peer, record in self._membership.view.items():
-            if (record.started, peer) > (own.started, self._peer):
-                continue
-            if record.contract != own.contract:
-                raise SettingsError(
-                    f"run.id {self.contract.run.id} is taken: peer {peer} runs it with another contract "
-                    f"({record.contract[:12]}, here {own.contract[:12]}): leave out --run, or choose another run.id"
-                )
-            if record.layout != own.layout:
-                raise SettingsError(
-                    f"the model of this peer has other parameters than that of peer {peer} in run "
-                    f"{self.contract.run.id}: install the same version of transformers"
-                )
-            if record.hashed_round == own.hashed_round == 0 and record.params_hash != own.params_hash:
-                raise SettingsError(
-                    f"initial parameters {own.params_hash[:12]} differ from {record.params_hash[:12]} of peer {peer}: "
-                    f"install the same versions of torch and transformers"
-                )
-        seen = self._membership.own
-        if seen is not None and seen.session != own.session and seen.issued > own.started > seen.started:
-            raise SettingsError(
-                f"swarm.identity {self._membership.identity.path} is in use by another process of the swarm: "
-                f"give each peer a folder (--out) or key file of its own"
-            )
+        """Raise SettingsError where this worker cannot go on beside the others; see `agreement`."""
+        check_agreement(self._own, self.contract.run.id, self._membership)
 
 
 def _candidate(record: Progress, offset: float) -> Candidate:

@@ -22,6 +22,7 @@ from opendiloco.codec import Codec, CodecError
 from opendiloco.config import OuterConfig
 from opendiloco.donor import INNER_VECTORS, STATE_VECTORS, UNDECIDED, Ask, ChunkHeader
 from opendiloco.errors import SwarmError
+from opendiloco.ledger import Ledger
 from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.roundlog import MAX_HEADER_BYTES, LogEntry, LogError, decode_average
 from opendiloco.rounds import Position, Recovery
@@ -175,7 +176,8 @@ class Recoverer:
             return None
         await asyncio.to_thread(outer_step, self._state(position, slice(None)), self._average, self._outer)
         self._replayed += 1
-        return Position(entry.round, entry.lineage, "", position.tokens + sum(entry.tokens.values()))
+        tokens = position.tokens + sum(entry.tokens.values())
+        return Position(entry.round, entry.lineage, "", tokens, position.ledger.after(entry.readings))
 
     async def _fetch_round(self, round: int, before: str, donors: Sequence[str]) -> LogEntry | None:
         for donor in random.sample(donors, len(donors)):
@@ -234,7 +236,25 @@ class Recoverer:
             remaining = [donor for index, donor in enumerate(remaining) if all(fine[index * 2 : index * 2 + 2])]
         if waiting or not donors:
             raise _Failed("every donor failed before all chunks were there")
-        return await self._align(tags, donors)
+        return replace(await self._align(tags, donors), ledger=await self._fetch_ledger(donors))
+
+    async def _fetch_ledger(self, donors: Sequence[str]) -> Ledger:
+        """How far the text has been read; a donor may be a round further, which does no harm."""
+        for donor in donors:
+            try:
+                stream = await self._connect(donor)
+            except WireError as error:
+                logger.info("donor %s: %s", donor, error)
+                continue
+            try:
+                await stream.send(FrameKind.REQUEST, Ask(what="ledger").model_dump_json().encode())
+                answer = await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
+                return Ledger.model_validate_json(answer)
+            except (WireError, ValidationError) as error:
+                logger.info("donor %s: %s", donor, error)
+            finally:
+                stream.close()
+        raise _Failed("no donor says how far the text has been read")
 
     async def _pull(self, donor: str, waiting: deque[int], tags: dict[int, ChunkHeader]) -> bool:
         """Fetch chunks from one donor while there are any; False when it failed (its chunk waits again)."""

@@ -48,20 +48,21 @@ class Reducer:
         """Prepare to reduce `parts`.
 
         Args:
-            weights: of all members, by index.
+            weights: of all members, by index; those of weight 0 send no values and only take the averages.
             me: this member's index.
             accept: takes each finished part.
             silence_s: after which a member that has not opened its stream counts as dropped.
         """
         self._silence_s, self._keepalive_s = silence_s, min(MAX_KEEPALIVE_S, silence_s / 4)
         self._weights, self._me, self._codec, self._accept = weights, me, codec, accept
-        self._others = set(range(len(weights))) - {me}
-        self._reductions = [_Reduction(part, set(self._others)) for part in parts]
+        others = set(range(len(weights))) - {me}
+        self._voters = {index for index in others if weights[index]}
+        self._reductions = [_Reduction(part, set(self._voters)) for part in parts]
         self._first = parts[0].start if parts else 0
         self._sums = torch.zeros(sum(part.size for part in parts), dtype=torch.float32)
         self._scratch = torch.empty(max((part.size for part in parts), default=0), dtype=torch.float32)
         self._seen: set[int] = set()  # members that opened their stream
-        self._unserved = set(self._others) if parts else set()
+        self._unserved = others if parts else set()
         self._all_seen, self._all_served = asyncio.Event(), asyncio.Event()
         self.failures: dict[int, str] = {}
 
@@ -74,12 +75,12 @@ class Reducer:
             self._finish_if_complete(reduction)
             await asyncio.sleep(0)  # let streams move between parts
         if self._unserved:
-            await self._drop_absent()
+            await self._drop_absent_voters()
         await asyncio.gather(*(reduction.done.wait() for reduction in self._reductions))
 
     async def wait_until_served(self, limit_s: float) -> None:
-        """Wait, at most `limit_s` seconds, until all members have their averages or have dropped out."""
-        if self._unserved:
+        """Wait, at most `limit_s` seconds, until all voters have their averages or have dropped out."""
+        if self._unserved & self._voters:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
                     await self._all_served.wait()
@@ -90,7 +91,7 @@ class Reducer:
             await stream.refuse("a second stream of one member, or one to a member that reduces nothing")
             return
         self._seen.add(sender)
-        if self._seen == self._others:
+        if self._seen >= self._voters:
             self._all_seen.set()
         answering = asyncio.create_task(self._answer(stream))
         try:
@@ -111,7 +112,7 @@ class Reducer:
     async def _receive(self, sender: int, stream: Stream) -> int:
         """Take a member's values; returns how many averages it has confirmed meanwhile."""
         confirmed = 0
-        for reduction in self._reductions:
+        for reduction in self._reductions if sender in self._voters else ():
             expected = {FrameKind.PART: self._codec.wire_bytes(reduction.part.size), FrameKind.RECEIVED: 0}
             while (frame := await stream.receive(expected))[0] == FrameKind.RECEIVED:
                 confirmed += 1
@@ -129,7 +130,8 @@ class Reducer:
             reduction.waiting.discard(sender)
             reduction.contributors.add(sender)
             self._finish_if_complete(reduction)
-        await stream.send(FrameKind.ARRIVED)
+        if sender in self._voters:
+            await stream.send(FrameKind.ARRIVED)
         return confirmed
 
     async def _answer(self, stream: Stream) -> None:
@@ -144,13 +146,15 @@ class Reducer:
                 raise WireError("the average is not finite")
             await stream.send(FrameKind.AVERAGE, *reduction.payload)
 
-    async def _drop_absent(self) -> None:
-        """Give up on members that have not even opened their stream."""
+    async def _drop_absent_voters(self) -> None:
+        """Give up on voters that have not even opened their stream; nobody waits for the other members."""
+        if self._seen >= self._voters:
+            return
         try:
             async with asyncio.timeout(self._silence_s):
                 await self._all_seen.wait()
         except TimeoutError:
-            for sender in self._others - self._seen:
+            for sender in self._voters - self._seen:
                 self._drop(sender, f"sent nothing for {self._silence_s:g} s")
                 self._served(sender)
 
@@ -164,7 +168,7 @@ class Reducer:
 
     def _served(self, sender: int) -> None:
         self._unserved.discard(sender)
-        if not self._unserved:
+        if not self._unserved & self._voters:
             self._all_served.set()
 
     def _finish_if_complete(self, reduction: _Reduction) -> None:

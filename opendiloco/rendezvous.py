@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from opendiloco.allreduce import Group
 from opendiloco.connect import TRANSPORT_ERRORS
+from opendiloco.ledger import Reading
 from opendiloco.lobby import MAX_MEMBERS, Lobby, Offer, Outlook, Place, Rules, Start, group_of
 from opendiloco.rounds import leader_order
 
@@ -41,6 +42,7 @@ class RoundCall:
     key: str
     weight: float
     tokens: int
+    readings: tuple[Reading, ...]
     bandwidth: float | None
     """Bytes per second; 0: reduces nothing; None: not measured yet."""
     gone: frozenset[str] = frozenset()
@@ -121,6 +123,7 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
             offer = Offer(
                 weight=call.weight,
                 tokens=call.tokens,
+                readings=list(call.readings),
                 bandwidth=call.bandwidth,
                 gone=gone,
                 last_group=call.last_group,

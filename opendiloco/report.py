@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from opendiloco.ledger import Reading
 from opendiloco.metrics import RoundEvent
-from opendiloco.rounds import RoundOutcome
+from opendiloco.rounds import Position, Recovery, RoundOutcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class RoundReport:
     """After a commit: hash of the new outer state, which a thread is computing."""
     inner_steps: int
     tokens: int
+    readings: tuple[Reading, ...]
     inner_s: float
     outer_s: float
     pseudo_gradient_norm: float
@@ -40,6 +42,7 @@ def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:
         loss=loss,
         inner_steps=report.inner_steps,
         tokens=report.tokens,
+        shards=[reading.shard for reading in report.readings],
         swarm_tokens=sum(outcome.tokens.values()),
         inner_s=report.inner_s,
         wait_s=outcome.wait_s,
@@ -51,4 +54,14 @@ def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:
         codec=codec,
         pseudo_gradient_norm=report.pseudo_gradient_norm,
         outer_gradient_norm=report.outer_gradient_norm,
+    )
+
+
+def given_up_line(recovery: Recovery, before: Position) -> str:
+    """What a worker says that moves from `before` to a heavier lineage."""
+    there, count = recovery.position, recovery.given_up
+    return (
+        f"{count} rounds of this worker are given up: the swarm went on from round {before.round - count} on another "
+        f"lineage that is heavier ({there.lineage[:6]}, {there.tokens} tokens; here {before.lineage[:6]}, "
+        f"{before.tokens} tokens)"
     )

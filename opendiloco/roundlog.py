@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from opendiloco.codec import Codec
+from opendiloco.ledger import MAX_READINGS, PeerName, Reading
 from opendiloco.outer import next_lineage
 
 MAX_HEADER_BYTES = 1 << 20
@@ -29,7 +30,7 @@ _PREFIX = struct.Struct("<8sI")
 _MAGIC = b"odl-log1"
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-PeerName = Annotated[str, Field(min_length=1, max_length=128)]
+Readings = Annotated[tuple[Reading, ...], Field(max_length=MAX_READINGS)]
 
 
 class LogError(Exception):
@@ -48,6 +49,8 @@ class LogEntry(BaseModel):
     """Lineage after it."""
     weights: dict[PeerName, Annotated[float, Field(gt=0)]] = Field(min_length=1, max_length=4096)
     tokens: dict[PeerName, Annotated[int, Field(ge=0, le=2**50)]] = Field(max_length=4096)
+    readings: dict[PeerName, Readings] = Field(max_length=4096)
+    """How far each participant has read the text."""
     digest: HexDigest
     """BLAKE3 of the payload."""
     parts: list[Annotated[int, Field(ge=1)]] = Field(max_length=1 << 20)
@@ -78,6 +81,7 @@ class LogEntry(BaseModel):
                 round=entry.round,
                 weights=entry.weights,
                 tokens=entry.tokens,
+                readings=entry.readings,
                 average_digest=entry.digest,
             )
         except ValueError as error:

@@ -13,6 +13,8 @@ from typing import Literal
 
 import blake3
 
+from opendiloco.ledger import Ledger, Reading
+
 Verdict = Literal["commit", "retry", "skip", "resync"]
 
 PART_VALUES = 256 * 1024  # values per part: 256 KB as int8, a tenth of a second at 20 Mbit/s
@@ -50,6 +52,8 @@ class Position:
     """Of the outer state; empty while it is being computed."""
     tokens: int = 0
     """Tokens that all participants trained on in the rounds of the lineage: its weight when two compete."""
+    ledger: Ledger = field(default=Ledger(), compare=False)
+    """How far they have read the text."""
 
 
 def is_heavier(tokens: int, lineage: str, than_tokens: int, than_lineage: str) -> bool:
@@ -67,9 +71,11 @@ class RoundRequest:
     """What a worker brings to the end of an inner phase, besides its pseudo-gradient."""
 
     weight: float
-    """Weight of its pseudo-gradient in the average; 0: it only follows this round."""
+    """Weight of its pseudo-gradient in the average; 0: it follows this round, and only takes the average."""
     tokens: int
     """Tokens it trained on in this round."""
+    readings: tuple[Reading, ...] = ()
+    """How far it has read the shards that it leased since the last round; the last one is where it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +91,8 @@ class RoundOutcome:
     """Participants of a commit with their weights."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Participants of a commit with their tokens."""
+    readings: Mapping[str, tuple[Reading, ...]] = field(default_factory=dict)
+    """Participants of a commit, and how far they have read."""
     digest: str = ""
     """BLAKE3 of the averaged bytes."""
     lineage: str = ""
@@ -125,9 +133,9 @@ class Gathering:
     now: float
     """Clock of the leader, seconds."""
     arrived: Mapping[str, float]
-    """When each peer that is there arrived, on the leader's clock."""
+    """When each peer that brings values arrived, on the leader's clock. Followers come and go without being counted."""
     expected: Mapping[str, float]
-    """Live peers of this lineage: when they expect to be done with their inner phase."""
+    """Live peers of this lineage that will bring values: when they expect to be done with their inner phase."""
     inner_s: float
     """Length of a usual inner phase, seconds; bounds the wait for stragglers."""
     gone: frozenset[str] = frozenset()
@@ -210,16 +218,16 @@ def plan_parts(numel: int, shares: Sequence[float], *, alignment: int) -> tuple[
 
 
 def verdict(
-    members: Collection[str], masks: Collection[frozenset[str]], missing_parts: int, *, quorum: int = 1
+    voters: Collection[str], masks: Collection[frozenset[str]], missing_parts: int, *, quorum: int = 1
 ) -> Verdict:
-    """What one all-reduce of `members` comes to at a peer that got parts averaged over `masks`.
+    """What one all-reduce of values of `voters` comes to at a peer that got parts averaged over `masks`.
 
     Commit only with every part, all of them over the same peers: whoever is in the average is in all of it. Those
     peers must still be a quorum: a group that lost members may have left enough of them to form another one.
     """
     if missing_parts or len(set(masks)) > 1:
         return "retry"
-    only = next(iter(set(masks)), frozenset(members))
+    only = next(iter(set(masks)), frozenset(voters))
     return "commit" if len(only) >= quorum else "retry"
 
 

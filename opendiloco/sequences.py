@@ -1,187 +1,197 @@
-"""Sequences: the order in which one worker reads the training text, endless and resumable.
+"""Sequences of the training text, shard by shard: an order that all workers of a run have in common, and resumable.
 
-The order follows from the run's seed and a string of the worker's own, never from a number given to it.
+The order of each pass follows from the run's seed alone. Which shards of it a worker reads is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opendiloco.errors import SettingsError
+from opendiloco.ledger import Reading
 from opendiloco.text import StreamedText, digest, is_held_out
 from opendiloco.tokenizer import Tokenizer, Tokens
 
 WINDOW_DOCUMENTS = 1_024
 """Documents of a streamed source that are shuffled together."""
 MAX_GROUPS = 8
-"""Parts into which a stream divides a source with few shards, one per pass, so that workers differ."""
-ENOUGH_SHARDS = 64
-"""Shards from which on their order alone makes workers read different text."""
+"""Shards into which a file is cut at most: the worker of one of them reads the whole file and takes its documents."""
 
 
 class Sequences(Protocol):
-    """An endless, resumable order of training sequences."""
+    """The training sequences of the shards of a source."""
 
-    def next_sequence(self) -> Tokens:
-        """Token ids [seq_len]."""
+    shards: int
+    """Of one pass over the text."""
+
+    @property
+    def reading(self) -> Reading:
+        """Where the next sequence comes from."""
+
+    def go_to(self, reading: Reading) -> None:
+        """Read on from there."""
+
+    def next_sequence(self) -> Tokens | None:
+        """Token ids [seq_len]; None, and `reading` is done, when the shard is at its end."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position before the next sequence."""
+        """The position before the next sequence, as JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to a position."""
 
 
 class MemorySequences:
-    """Sequences of a text in memory: each pass cuts it at another offset and takes another permutation."""
+    """Sequences of a text in memory. Each pass cuts it at another offset and puts the sequences in another order."""
 
-    def __init__(self, tokens: Tokens, *, seq_len: int, source: str, seed: int, stream: str) -> None:
-        self._tokens = tokens
-        self._seq_len = seq_len
-        self._source = source
-        self._seed = seed
-        self._stream = stream
+    def __init__(self, tokens: Tokens, *, seq_len: int, source: str, seed: int, shards: int) -> None:
+        """Args: `shards` to cut a pass into; a small text gives one for each sequence."""
+        self._tokens, self._seq_len = tokens, seq_len
+        self._source, self._seed = source, seed
+        self._shifts = min(seq_len, len(tokens) - seq_len + 1)
+        self.shards = min(shards, (len(tokens) - self._shifts + 1) // seq_len)
         self._start_pass(0)
+        self.reading = Reading(shard=0)
 
-    def next_sequence(self) -> Tokens:
-        if self._position == len(self._order):
-            self._start_pass(self._pass + 1)
-        start = self._offset + int(self._order[self._position]) * self._seq_len
-        self._position += 1
+    def go_to(self, reading: Reading) -> None:
+        if reading.shard // self.shards != self._pass:
+            self._start_pass(reading.shard // self.shards)
+        self.reading = reading
+
+    def next_sequence(self) -> Tokens | None:
+        taken, count = self.reading.sequences, len(self._order)
+        index = self.reading.shard % self.shards
+        first, last = index * count // self.shards, (index + 1) * count // self.shards
+        if first + taken >= last:
+            self.reading = self.reading.model_copy(update={"done": True})
+            return None
+        self.reading = self.reading.model_copy(update={"sequences": taken + 1})
+        start = self._offset + int(self._order[first + taken]) * self._seq_len
         return self._tokens[start : start + self._seq_len]
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "stream": self._stream,
-            "seed": self._seed,
-            "source_tokens": len(self._tokens),
-            "pass": self._pass,
-            "position": self._position,
-        }
+        return {"seed": self._seed, "source_tokens": len(self._tokens), "reading": self.reading.model_dump()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_same_stream(state, seed=self._seed, stream=self._stream)
+        _check_same_order(state, self._seed)
         if state.get("source_tokens") != len(self._tokens):
             raise SettingsError(
                 f"data.source {self._source} has {len(self._tokens)} training tokens here and had "
                 f"{state.get('source_tokens')} at the checkpoint: restore the text, or resume in a new folder"
             )
-        self._start_pass(int(state["pass"]))
-        self._position = int(state["position"])
+        self.go_to(Reading.model_validate(state["reading"]))
 
     def _start_pass(self, number: int) -> None:
         self._pass = number
-        self._position = 0
-        shifts = min(self._seq_len, len(self._tokens) - self._seq_len + 1)
-        self._offset = _key("offset", self._seed, self._stream, number) % shifts
+        self._offset = _key("offset", self._seed, number) % self._shifts
         count = (len(self._tokens) - self._offset) // self._seq_len
-        self._order = permutation(count, "sequences", self._seed, self._stream, number)
-
-
-@dataclass(frozen=True)
-class Position:
-    """A place in a streamed source: the pass, the place in its order of shards, rows read of that shard."""
-
-    number: int = 0
-    shard: int = 0
-    rows: int = 0
+        self._order = permutation(count, "sequences", self._seed, number)
 
 
 class StreamedSequences:
     """Sequences of a streamed source, made window by window: documents are read, shuffled and packed.
 
-    The state is the window's start, the tokens left over from the one before (less than a sequence), and
-    how many sequences of the window are out: a resume reads the window again and loses nothing, which a
-    shuffle buffer that drops and refills could not promise.
+    A place is the window's start and how many sequences of it are out; the tokens left over from what was read before
+    (less than a sequence) belong to the worker. A resume reads the window again and loses nothing, which a shuffle
+    buffer that drops and refills could not promise.
     """
 
-    def __init__(self, source: StreamedText, tokenizer: Tokenizer, *, seed: int, stream: str) -> None:
-        self._source = source
-        self._data = source.data
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._stream = stream
-        self._groups = max(1, min(MAX_GROUPS, ENOUGH_SHARDS // source.shard_count))
-        self._emitted = 0
-        self._window: Tokens = np.empty(0, np.uint16)
-        self._go_to(Position(), carry=self._window)
+    def __init__(self, source: StreamedText, tokenizer: Tokenizer, *, seed: int, shards: int) -> None:
+        """Args: `shards` to cut a pass into; a file gives `MAX_GROUPS` of them at most."""
+        self._source, self._data, self._tokenizer, self._seed = source, source.data, tokenizer, seed
+        self._groups = max(1, min(MAX_GROUPS, shards // source.shard_count))
+        self.shards = min(shards, source.shard_count * self._groups)
+        self._carry: Tokens = np.empty(0, np.int32)
+        self._window, self._emitted = self._carry, 0
+        self._is_last = self._is_done = False
+        self._begin(Reading(shard=0))
 
-    def next_sequence(self) -> Tokens:
+    @property
+    def reading(self) -> Reading:
+        return self._start.model_copy(update={"sequences": self._emitted, "done": self._is_done})
+
+    def go_to(self, reading: Reading) -> None:
+        if reading == self.reading:
+            return
+        self._carry = self._left() if self._is_done else self._carry[:0]
+        self._begin(reading)
+
+    def next_sequence(self) -> Tokens | None:
         seq_len = self._data.seq_len
         while (self._emitted + 1) * seq_len > len(self._window):
-            carry = self._window[self._emitted * seq_len :]
-            self._start, self._carry, self._emitted = self._end, carry, 0
-            self._window = self._read_window()
+            if self._is_last:
+                self._is_done = True
+                return None
+            self._carry, self._start, self._emitted = self._left(), self._end, 0
+            self._read_window()
         start = self._emitted * seq_len
         self._emitted += 1
         return self._window[start : start + seq_len]
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "stream": self._stream,
-            "seed": self._seed,
-            "start": asdict(self._start),
-            "carry": self._carry.tolist(),
-            "emitted": self._emitted,
-        }
+        return {"seed": self._seed, "reading": self.reading.model_dump(), "carry": self._carry.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_same_stream(state, seed=self._seed, stream=self._stream)
-        if "start" not in state:
+        _check_same_order(state, self._seed)
+        if "carry" not in state:
             raise SettingsError(
                 f"data.source {self._data.source} was small enough for memory at the checkpoint and is streamed "
                 "here: restore the text, or resume in a new folder"
             )
-        self._go_to(Position(**state["start"]), carry=np.array(state["carry"], np.int32))
-        self._window = self._read_window()
-        self._emitted = int(state["emitted"])
+        self._carry = np.array(state["carry"], np.int32)
+        self._begin(Reading.model_validate(state["reading"]))
 
-    def _go_to(self, start: Position, *, carry: Tokens) -> None:
-        self._start = self._end = start
-        self._carry = self._window = carry
-        self._emitted = 0
-        self._rows = self._rows_from(start)
+    def _begin(self, reading: Reading) -> None:
+        self._start = self._end = reading.model_copy(update={"sequences": 0, "done": False})
+        self._rows = self._rows_from(self._start)
+        self._emitted, self._is_done = reading.sequences, reading.done
+        self._window, self._is_last = self._carry, False
+        if self._emitted:
+            self._read_window()
 
-    def _read_window(self) -> Tokens:
-        """Read on from the start: sets the end, returns the carry and the window's shuffled documents."""
+    def _left(self) -> Tokens:
+        """Tokens of the window that are in no sequence."""
+        return self._window[self._emitted * self._data.seq_len :]
+
+    def _read_window(self) -> None:
+        """Read on from the window's start: what was left over, then the window's documents in another order."""
         documents: list[str] = []
-        for position, pieces in self._rows:
-            self._end = position
+        self._is_last = True
+        for place, pieces in self._rows:
+            self._end = place
             documents += pieces
-            if len(documents) >= WINDOW_DOCUMENTS or position.number > self._start.number:
+            if len(documents) >= WINDOW_DOCUMENTS:
+                self._is_last = False
                 break
-        order = permutation(len(documents), "window", self._seed, self._stream, *asdict(self._start).values())
+        order = permutation(len(documents), "window", self._seed, self._start.shard, *self._start.place)
         new = self._tokenizer.encode_documents([documents[i] for i in order])
-        return np.concatenate([self._carry.astype(new.dtype), new])
+        self._window = np.concatenate([self._carry.astype(new.dtype), new])
 
-    def _rows_from(self, start: Position) -> Iterator[tuple[Position, list[str]]]:
-        """Training documents of each row from a position on, for ever, with the position after them."""
-        count = self._source.shard_count
-        first, done = start.shard, start.rows
-        for number in itertools.count(start.number):
-            order = permutation(count, "shards", self._seed, self._stream, number)
-            for place in range(first, count):
-                rows = self._source.rows(int(order[place]), skip=done)
-                for read, pieces in enumerate(rows, start=done + 1):
-                    yield Position(number, place, read), [p for p in pieces if self._wanted(p, number)]
-                done = 0
-            first = 0
-            yield Position(number + 1), []
+    def _rows_from(self, start: Reading) -> Iterator[tuple[Reading, list[str]]]:
+        """Training documents of each row of the shard from a place on, with the place after them."""
+        number, index = divmod(start.shard, self.shards)
+        files, count = permutation(self._source.shard_count, "files", self._seed, number), self._source.shard_count
+        mine = files[index :: self.shards] if self.shards < count else files[index % count : index % count + 1]
+        done = start.rows
+        for place in range(start.files, len(mine)):
+            rows = self._source.rows(int(mine[place]), skip=done)
+            for read, pieces in enumerate(rows, start=done + 1):
+                wanted = [piece for piece in pieces if self._is_wanted(piece, number, index // count)]
+                yield Reading(shard=start.shard, files=place, rows=read), wanted
+            done = 0
 
-    def _wanted(self, document: str, number: int) -> bool:
-        """Each pass takes one of the groups into which this stream's own hash divides the training part."""
+    def _is_wanted(self, document: str, number: int, group: int) -> bool:
+        """Whether a training document of a file belongs to one of the groups into which this pass divides the file."""
         value = digest(document)
         if is_held_out(value, self._data.validation_fraction):
             return False
-        return _key("group", self._seed, self._stream, value) % self._groups == number % self._groups
+        return self._groups == 1 or _key("group", self._seed, number, value) % self._groups == group
 
 
 def permutation(count: int, *key: int | str) -> NDArray[np.int64]:
@@ -194,10 +204,9 @@ def _key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest(), "big")
 
 
-def _check_same_stream(state: dict[str, Any], *, seed: int, stream: str) -> None:
-    if state.get("stream") != stream or state.get("seed") != seed:
+def _check_same_order(state: dict[str, Any], seed: int) -> None:
+    if state.get("seed") != seed or "reading" not in state:
         raise SettingsError(
-            f"the data position in the checkpoint is of stream {state.get('stream')} with run.seed "
-            f"{state.get('seed')}, here they are {stream} and {seed}: resume with the same swarm.identity and "
-            "run.seed"
+            f"the data position in the checkpoint is one of run.seed {state.get('seed')}, here it is {seed}: resume "
+            "with the same run.seed"
         )

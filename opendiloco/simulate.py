@@ -19,6 +19,8 @@ from torch import Tensor
 
 from opendiloco.codec import Codec, get_codec
 from opendiloco.config import ComputeConfig, Contract, PeerConfig
+from opendiloco.leases import Leases
+from opendiloco.ledger import Reading
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.outer import next_lineage
@@ -55,7 +57,7 @@ def simulate(contract: Contract, compute: ComputeConfig, names: Sequence[str], o
             folder = out / name
             folder.mkdir(parents=True, exist_ok=True)
             with MetricsLog(folder / "metrics.jsonl", name) as metrics:
-                worker = Worker(settings, group.member(name), metrics, stream=name)
+                worker = Worker(settings, group.member(name), metrics)
                 worker.train()
             return worker
         except BaseException:
@@ -111,6 +113,7 @@ class SimulatedGroup:
             live=len(everybody),
             weights={member.peer_id: member.request.weight for member in members},
             tokens={member.peer_id: member.request.tokens for member in members},
+            readings={member.peer_id: member.request.readings for member in members},
             digest=blake3.blake3(encoded.numpy().data).hexdigest(),
         )
 
@@ -128,6 +131,7 @@ class SimulatedSwarm:
         self.vectors: dict[str, Tensor] = {}
         self.request = RoundRequest(weight=1.0, tokens=0)
         self._position = Position(0, "", "")
+        self._leases = Leases(name)
 
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """fp32 zeros by name."""
@@ -152,6 +156,11 @@ class SimulatedSwarm:
     def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
         """Nobody to tell."""
 
+    def lease(self, at: Reading | None) -> Reading:
+        """As in a swarm whose members all see each other."""
+        others = dict.fromkeys((name for name in self._group.names if name != self.peer_id), ())
+        return self._leases.lease(at, self._position.ledger, others)
+
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """Wait for the other members; the future is done."""
         self.request = request
@@ -164,6 +173,7 @@ class SimulatedSwarm:
             round=before.round + 1,
             weights=weights,
             tokens=outcome.tokens,
+            readings=outcome.readings,
             average_digest=outcome.digest,
         )
         return _done(replace(outcome, lineage=lineage))
@@ -178,6 +188,7 @@ class SimulatedSwarm:
     def committed(self, position: Position) -> None:
         """Nobody to tell."""
         self._position = position
+        self._leases.settle(position.ledger)
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """Nobody to tell."""

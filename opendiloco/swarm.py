@@ -26,13 +26,13 @@ from opendiloco.channel import Caller
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
-from opendiloco.leave import Leave
+from opendiloco.leave import Leave, wait_for
+from opendiloco.ledger import Reading
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
 
 CLOSE_TIMEOUT_S = 3.0
 RUNS_POLL_S = 0.5
-POLL_S = 0.2  # how soon a wait notices a request to leave
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,11 @@ class Swarm:
         """Tell the swarm how far this worker's inner phase is; does not wait."""
         self._caller.start("report", steps, tokens_per_s, finish_in_s)
 
+    def lease(self, at: Reading | None) -> Reading:
+        """Where to read on, for a worker that is at `at`: there, or in another shard of the text."""
+        reading: Reading = self._caller.call("lease", at)
+        return reading
+
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """One attempt at the round with the pseudo-gradient in shared memory (see `allocate`)."""
         return self._caller.start("average", request)
@@ -220,12 +225,7 @@ class Swarm:
         self.close()
 
     def _wait(self, future: Future[Any]) -> Any:
-        while True:
-            try:
-                return future.result(POLL_S)
-            except TimeoutError:
-                if self._leaving():
-                    raise Leave from None
+        return wait_for(future, self._leaving)
 
     def _wait_for_others(self) -> None:
         """Others may need the last round from here, unless the user wants to leave."""

@@ -1,12 +1,13 @@
-"""Token batches: documents packed into full sequences, in an order of each worker's own.
+"""Token batches: documents packed into full sequences, from the shards that this worker has leased.
 
-No worker has a number. What a worker reads follows from the run's seed and a string of its own (its public
-key): each pass over the text is another permutation. Every stream can be resumed at the exact sequence.
+No worker has a number. All of a run know one order of the text, and each reads other shards of it than the others do.
+Every stream can be resumed at the exact sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,16 @@ from torch import Tensor
 
 from opendiloco.config import DataConfig
 from opendiloco.errors import SettingsError
+from opendiloco.leases import read_alone
+from opendiloco.ledger import MAX_READINGS, Reading
 from opendiloco.sequences import MemorySequences, Sequences, StreamedSequences
 from opendiloco.text import MemoryText, StreamedText, digest, is_held_out, read_source
 from opendiloco.tokenizer import Tokenizer, Tokens
+
+Lease = Callable[[Reading | None], Reading]
+"""Where to read on: takes where this worker is (None at the start), gives the same place or one in another shard."""
+
+logger = logging.getLogger(__name__)
 
 
 class TokenStream(Iterator[Tensor]):
@@ -26,46 +34,88 @@ class TokenStream(Iterator[Tensor]):
     `tokens_seen` counts what was handed out, over restarts too.
     """
 
-    def __init__(self, sequences: Sequences, *, batch_size: int) -> None:
+    def __init__(self, sequences: Sequences, *, batch_size: int, lease: Lease = read_alone) -> None:
         self.tokens_seen = 0
-        self._sequences = sequences
-        self._batch_size = batch_size
+        self._sequences, self._batch_size, self._lease = sequences, batch_size, lease
+        self._finished: list[Reading] = []
+        self._has_begun = self._has_lease = False
+        self._pass = 0
 
     def __next__(self) -> Tensor:
-        rows = [self._sequences.next_sequence() for _ in range(self._batch_size)]
+        if not self._has_lease:
+            self._go_to(self._lease(self._sequences.reading if self._has_begun else None))
+        rows = [self._next_sequence() for _ in range(self._batch_size)]
         batch = torch.from_numpy(np.stack(rows).astype(np.int64))
         self.tokens_seen += batch.numel()
         return batch
 
+    @property
+    def shards(self) -> int:
+        """Of one pass over the text: so many workers can read different text at a time."""
+        return self._sequences.shards
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """What this worker has read since `renew(reported=True)`, in order; the last one is where it is."""
+        return (*self._finished[1 - MAX_READINGS :], self._sequences.reading) if self._has_begun else ()
+
+    def renew(self, *, reported: bool) -> None:
+        """A round is over: before the next batch, find out whether the shard is another worker's now.
+
+        Args:
+            reported: whether the round counts what this worker has read.
+        """
+        if reported:
+            self._finished.clear()
+        self._has_lease = False
+
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON values. A stream of the same arguments goes on from it at the next batch."""
-        return {"tokens_seen": self.tokens_seen, **self._sequences.state_dict()}
+        return {"tokens_seen": self.tokens_seen, "has_begun": self._has_begun, **self._sequences.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the stream that gave `state` stood.
+        """Go on where the stream that gave `state` stood, if that shard is still this worker's.
 
         Raises:
             SettingsError: the state is of another stream or the text has changed; the stream is as before.
         """
         self._sequences.load_state_dict(state)
-        self.tokens_seen = int(state["tokens_seen"])
+        self.tokens_seen, self._has_begun = int(state["tokens_seen"]), bool(state["has_begun"])
+        self._pass = self._sequences.reading.shard // self.shards
+        self.renew(reported=True)
+
+    def _next_sequence(self) -> Tokens:
+        while (sequence := self._sequences.next_sequence()) is None:
+            done = self._sequences.reading
+            self._finished.append(done)
+            self._go_to(self._lease(done))
+        return sequence
+
+    def _go_to(self, reading: Reading) -> None:
+        self._has_begun = self._has_lease = True
+        self._sequences.go_to(reading)
+        if (number := reading.shard // self.shards) > self._pass:
+            self._pass = number
+            logger.info("pass %d over the text begins", number + 1)
 
 
-def training_stream(data: DataConfig, tokenizer: Tokenizer, *, seed: int, stream: str, batch_size: int) -> TokenStream:
-    """Endless training batches in the order that `seed` and `stream` (a peer's public key) give.
+def training_stream(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, batch_size: int, lease: Lease = read_alone
+) -> TokenStream:
+    """Endless training batches in the order that `seed` gives, from the shards that `lease` says.
 
     Raises:
         SettingsError: data.source cannot be read, or is too small for data.seq_len.
     """
     source = read_source(data)
+    sequences: Sequences
     if isinstance(source, StreamedText):
-        return TokenStream(StreamedSequences(source, tokenizer, seed=seed, stream=stream), batch_size=batch_size)
-    training, _ = _split(source, data, tokenizer)
-    tokens = tokenizer.encode_documents(training)
-    return TokenStream(
-        MemorySequences(tokens, seq_len=data.seq_len, source=data.source, seed=seed, stream=stream),
-        batch_size=batch_size,
-    )
+        sequences = StreamedSequences(source, tokenizer, seed=seed, shards=data.shards)
+    else:
+        training, _ = _split(source, data, tokenizer)
+        tokens = tokenizer.encode_documents(training)
+        sequences = MemorySequences(tokens, seq_len=data.seq_len, source=data.source, seed=seed, shards=data.shards)
+    return TokenStream(sequences, batch_size=batch_size, lease=lease)
 
 
 def validation_batches(data: DataConfig, tokenizer: Tokenizer, *, batch_size: int) -> list[Tensor]:

@@ -52,7 +52,6 @@ def run_worker(
                 settings,
                 swarm,
                 metrics,
-                stream=swarm.peer_id,
                 leaving=leaving,
                 display=display,
                 checkpoint=checkpoint,

@@ -29,7 +29,6 @@ from opendiloco.metrics import (
 )
 from opendiloco.model import build_model, count_parameters, save_model
 from opendiloco.report import RoundReport, round_event
-from opendiloco.rounds import Position
 from opendiloco.settings import Settings
 from opendiloco.tokenizer import load_tokenizer
 from opendiloco.tokens import training_stream, validation_batches
@@ -48,7 +47,6 @@ class Worker:
         swarm: Averager,
         metrics: MetricsLog,
         *,
-        stream: str,
         leaving: Callable[[], bool] = lambda: False,
         display: Display | None = None,
         checkpoint: Checkpoint | None = None,
@@ -57,7 +55,6 @@ class Worker:
         """Build everything and enter the run.
 
         Args:
-            stream: names this worker's share of the data (its peer id).
             checkpoint: where to go on.
             writer: takes this worker's checkpoints.
         """
@@ -69,12 +66,15 @@ class Worker:
         contract = self.contract
         self.tokenizer = load_tokenizer(contract.data.tokenizer)
         seed, batch_size = contract.run.seed, contract.inner.batch_size
-        self._stream = training_stream(contract.data, self.tokenizer, seed=seed, stream=stream, batch_size=batch_size)
+        self._stream = training_stream(
+            contract.data, self.tokenizer, seed=seed, batch_size=batch_size, lease=swarm.lease
+        )
         self._validation = validation_batches(contract.data, self.tokenizer, batch_size=batch_size)
         seq_len, vocab_size = contract.data.seq_len, self.tokenizer.vocab_size
         self.model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=seed).to(self._device)
         self._reports: list[RoundReport] = []
         self._losses: list[float] = []
+        self._has_warned_of_shards = False
         self._resumed = checkpoint is not None
         self._every_rounds, self._writer = settings.peer.checkpoint.every_rounds, writer
         inner = make_inner_optimizer(self.model, contract.inner)
@@ -88,6 +88,7 @@ class Worker:
             swarm,
             contract,
             start=(checkpoint.position, checkpoint.outer) if checkpoint is not None else None,
+            readings=lambda: self._stream.readings,
             on_round=self._reports.append,
             leaving=leaving,
         )
@@ -144,9 +145,11 @@ class Worker:
         self._losses.append(result.loss)
         self._report_step(result, lr=lr, step=step, number=number, round=round)
         if self._reports:
-            committed = self._reports[-1].outcome.verdict == "commit"
+            outcome = self._reports[-1].outcome
+            self._stream.renew(reported=self._swarm.peer_id in outcome.weights)
+            self._warn_of_few_shards(outcome.live)
             self._write_rounds()
-            if committed:
+            if outcome.verdict == "commit":
                 self._checkpoint()
                 self._evaluate()
             self._phase_started = time.monotonic()
@@ -199,6 +202,14 @@ class Worker:
         self._reports.clear()
         self._losses.clear()
 
+    def _warn_of_few_shards(self, workers: int) -> None:
+        if workers > self._stream.shards and not self._has_warned_of_shards:
+            self._has_warned_of_shards = True
+            self._warn(
+                f"data.source {self.contract.data.source} has {self._stream.shards} shards for {workers} workers, so "
+                f"some read the same text: raise data.shards in the next run, or use more text or more files"
+            )
+
     def _write_hashed_round(self, report: RoundReport, loss: float, _: Future[str]) -> None:
         self._write_round(report, loss)
 
@@ -236,7 +247,7 @@ class Worker:
         self._writer.write(
             Checkpoint(
                 contract=self.contract.digest,
-                position=Position(outer.round, outer.lineage, "", optimizer.tokens),
+                position=optimizer.position,
                 outer={name: vector.clone() for name, vector in vectors.items() if vector.numel()},
                 inner=copy_to_host(optimizer.state_dict()),
                 data=self._stream.state_dict(),

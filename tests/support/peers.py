@@ -24,6 +24,7 @@ from torch import Tensor
 from opendiloco.averager import vector_sizes
 from opendiloco.config import Contract, OuterConfig, RoundsConfig, RunConfig, SwarmConfig
 from opendiloco.identity import Identity
+from opendiloco.ledger import Reading
 from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
@@ -76,16 +77,24 @@ class Peer:
         """How many workers are there, once they are enough."""
         return self._network.run(self.process.wait_for_start())
 
-    def average(self, weight: float = 1.0, tokens: int = 1) -> Future[RoundOutcome]:
+    def average(self, weight: float = 1.0, tokens: int = 1, readings: tuple[Reading, ...] = ()) -> Future[RoundOutcome]:
         """One attempt at the round."""
-        return self._network.start(self.process.average(RoundRequest(weight, tokens)))
+        return self._network.start(self.process.average(RoundRequest(weight, tokens, readings)))
+
+    def lease(self, at: Reading | None) -> Reading:
+        """Where this worker reads on."""
+        return self._network.run(self.process.lease(at))
+
+    def leased_by_others(self) -> list[int]:
+        """Shards of the text that it knows to be other workers'."""
+        return [shard for shards in self.process._presence.claims().values() for shard in shards]
 
     def commit(self, outcome: RoundOutcome) -> None:
         """What the trainer does after a commit, but for the outer step."""
         assert outcome.verdict == "commit", outcome
         before = self.position
-        tokens = before.tokens + sum(outcome.tokens.values())
-        self.position = Position(before.round + 1, outcome.lineage, ZERO, tokens)
+        tokens, ledger = before.tokens + sum(outcome.tokens.values()), before.ledger.after(outcome.readings)
+        self.position = Position(before.round + 1, outcome.lineage, ZERO, tokens, ledger)
         self._network.run(self.process.committed(self.position))
 
     def finish_round(self, *, retries: int = 5) -> Future[list[RoundOutcome]]:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from opendiloco.errors import SettingsError
 from opendiloco.rounds import Position, RoundOutcome
@@ -118,6 +119,41 @@ def test_last_one_standing_goes_on_alone(network: Network) -> None:
         peer.leave()
     outcome = workers[0].average().result(10.0)
     assert set(outcome.weights) == ids(workers[:1])
+
+
+def test_follower_takes_the_round_together_with_the_others(network: Network) -> None:
+    workers = network.workers(3, grace=LONG_S, size=5000)
+    for round in range(3):
+        for peer in workers:
+            peer.vectors["pseudo_gradient"].normal_()
+        follower = workers[round]
+        others = [peer for peer in workers if peer is not follower]
+        outcomes = results([follower.average(0.0), *arrive(others)])
+        assert all((outcome.verdict, set(outcome.weights)) == ("commit", ids(others)) for outcome in outcomes)
+        assert len({outcome.lineage for outcome in outcomes}) == 1
+        averages = [peer.vectors["average"] for peer in workers]
+        assert all(torch.equal(average, averages[0]) for average in averages)
+        for peer, outcome in zip([follower, *others], outcomes, strict=True):
+            peer.commit(outcome)
+
+
+def test_nobody_waits_for_a_follower_that_does_not_come(network: Network, wait_until: WaitUntil) -> None:
+    workers = network.workers(3, grace=LONG_S)
+    network.run(workers[2].process.begin_phase(True))
+    wait_until(lambda: not any(peer.awaits(workers[2]) for peer in workers[:2]), "the others know that it follows")
+    came = time.monotonic()
+    outcomes = results(arrive(workers[:2]))
+    assert time.monotonic() - came < AT_ONCE_S
+    assert all(set(outcome.weights) == ids(workers[:2]) for outcome in outcomes)
+
+
+def test_follower_whom_all_others_have_left_need_not_follow(network: Network) -> None:
+    workers = network.workers(2)
+    following = workers[1].average(0.0)
+    workers[0].leave()
+    outcome = following.result(10.0)
+    assert (outcome.verdict, outcome.reason) == ("skip", "nobody is there to follow")
+    assert workers[1].average().result(10.0).weights == {workers[1].peer_id: 1.0}
 
 
 def test_newcomer_is_in_the_first_round_it_is_there_for(network: Network) -> None:

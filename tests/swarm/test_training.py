@@ -31,8 +31,9 @@ FIELDS = {
     "join": "round lineage source donors received_bytes seconds_s params_hash",
     "inner_step": "round inner_step global_inner_step loss lr grad_norm tokens_seen tokens_per_s",
     "round": (
-        "round verdict participants weights lineage params_hash loss inner_steps tokens swarm_tokens inner_s wait_s "
-        "rendezvous_s allreduce_s outer_s sent_bytes received_bytes codec pseudo_gradient_norm outer_gradient_norm"
+        "round verdict participants weights lineage params_hash loss inner_steps tokens shards swarm_tokens inner_s "
+        "wait_s rendezvous_s allreduce_s outer_s sent_bytes received_bytes codec pseudo_gradient_norm "
+        "outer_gradient_norm"
     ),
     "eval": "round loss perplexity tokens",
     "leave": "round reason",
@@ -103,6 +104,8 @@ def test_rendezvous_takes_less_than_a_second(run: Run) -> None:
 
 
 def test_workers_read_different_text(run: Run) -> None:
+    read = [{shard for event in events for shard in event["shards"]} for events in run.events("round")]
+    assert sum(map(len, read)) == len(set.union(*read)) > WORKERS  # some have gone on to another shard
     for events in zip(*run.events("round"), strict=True):
         assert len({event["loss"] for event in events}) == WORKERS
         assert len({event["pseudo_gradient_norm"] for event in events}) == WORKERS

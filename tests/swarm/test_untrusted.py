@@ -44,6 +44,7 @@ LIES = {
     "tokens_per_s": 0.0,
     "expected_finish": 1e10,
     "client_mode": False,
+    "shards": [],
 }
 
 

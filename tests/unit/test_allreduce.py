@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import psutil
 import pytest
@@ -347,8 +348,10 @@ def check_commits(lab: Lab, attempts: dict[str, Attempt]) -> list[str]:
         ((1.0, 700.0), (0.0, 1.0)),
         ((0.25, 4096.0, 17.0), (0.2, 0.0, 0.8)),
         ((1.0,) * 5, (0.0, 0.3, 0.3, 0.0, 0.4)),
+        ((0.0, 1.0), (0.0, 1.0)),
+        ((2.0, 0.0, 1.0, 0.0), (0.4, 0.0, 0.6, 0.0)),
     ],
-    ids=["1", "2", "2-one-reduces", "3-uneven", "5-some-reduce"],
+    ids=["1", "2", "2-one-reduces", "3-uneven", "5-some-reduce", "1-and-a-follower", "2-and-2-followers"],
 )
 def test_replicas_are_identical_and_the_average_is_right(
     codec: str, numel: int, weights: Sequence[float], shares: Sequence[float]
@@ -357,7 +360,7 @@ def test_replicas_are_identical_and_the_average_is_right(
     before = {peer: values.clone() for peer, values in lab.values.items()}
     attempts = lab.run()
     assert check_commits(lab, attempts) == list(lab.group.peers)
-    assert all(set(attempt.weights) == set(lab.group.peers) for attempt in attempts.values())
+    assert all(set(attempt.weights) == lab.group.voters for attempt in attempts.values())
     assert not any(attempt.failures for attempt in attempts.values())
     assert all(torch.equal(lab.values[peer], before[peer]) for peer in before)
 
@@ -369,7 +372,11 @@ def test_eight_members_agree_on_many_parts(codec: str, numel: int) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(1e-3, 1e9), st.sampled_from([0.0, 0.1, 1.0])), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.floats(1e-3, 1e9), st.sampled_from([0.0, 0.1, 1.0])) | st.just((0.0, 0.0)),
+        min_size=1,
+        max_size=8,
+    ).filter(lambda members: members[-1][0]),
     st.integers(0, 9000),
     st.sampled_from(list(CODECS)),
 )
@@ -382,6 +389,16 @@ def test_any_weights_shares_and_sizes_come_to_one_right_average(
     shares[-1] = shares[-1] or 1.0
     lab = Lab([weight for weight, _ in members], shares, codec, numel)
     assert check_commits(lab, lab.run()) == list(lab.group.peers)
+
+
+def test_a_follower_takes_the_average_for_the_bytes_of_one_vector_and_sends_nothing() -> None:
+    lab = Lab((1.0, 0.0, 3.0), (0.5, 0.0, 0.5), numel=2**17)
+    lab.values["b"].fill_(math.nan)  # nobody looks at them
+    attempts = lab.run()
+    assert check_commits(lab, attempts) == ["a", "b", "c"]
+    assert attempts["b"].received_bytes == pytest.approx(4 * lab.numel, rel=0.01)
+    assert attempts["b"].sent_bytes < 1000
+    assert attempts["b"].bandwidth is None
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -412,6 +429,19 @@ def test_the_digest_tells_different_averages_apart(codec: str) -> None:
 
 
 # --- members that fail before any of their values are in the average -----------------------------------
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    "trouble",
+    [{"absent": "b"}, *({"faults": {"b": Fault(FrameKind.GROUP, 0, act)}} for act in (die, freeze, send_garbage))],
+    ids=["absent", "dies", "freezes", "sends garbage"],
+)
+def test_nobody_waits_for_a_follower_nor_misses_it(trouble: dict[str, Any]) -> None:
+    lab = Lab((1.0, 0.0, 3.0), (0.5, 0.0, 0.5), **trouble)
+    attempts = lab.run()
+    assert check_commits(lab, attempts) == ["a", "c"]
+    check_time(lab)
 
 
 def check_time(lab: Lab, limit_s: float = 0.0) -> None:

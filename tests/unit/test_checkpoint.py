@@ -46,7 +46,6 @@ def train(folder: Path, *, rounds: int | None = None, resume: str | None = None)
                 Settings(CONTRACT, peer),
                 swarm,
                 metrics,
-                stream="a",
                 leaving=leaving,
                 checkpoint=checkpoint,
                 writer=writer,

@@ -22,6 +22,7 @@ from opendiloco.config import Contract
 from opendiloco.diloco import DiLoCo
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.leave import Leave
+from opendiloco.ledger import Ledger, Reading
 from opendiloco.outer import genesis_lineage, next_lineage, params_hash
 from opendiloco.report import RoundReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
@@ -86,6 +87,9 @@ class Swarm:
 
     def withdraw(self) -> None:
         self.withdrawn = True
+
+    def lease(self, at: Reading | None) -> Reading:
+        return self._member.lease(at)
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         self.gradients.append(self.vectors["pseudo_gradient"].clone())
@@ -218,7 +222,9 @@ def test_a_round_announces_its_lineage_and_the_hash_of_its_state() -> None:
         digests = [report.outcome.digest for report in reports]
         lineage = swarm.entered[0].lineage
         for round, digest in enumerate(digests, start=1):
-            lineage = next_lineage(lineage, round=round, weights={"a": 1.0}, tokens={"a": 1}, average_digest=digest)
+            lineage = next_lineage(
+                lineage, round=round, weights={"a": 1.0}, tokens={"a": 1}, readings={"a": ()}, average_digest=digest
+            )
             assert swarm.positions[round - 1] == Position(round, lineage, "", round)
             assert reports[round - 1].lineage == lineage
         assert optimizer.params_hash == params_hash(optimizer.outer)
@@ -462,6 +468,38 @@ def test_a_replica_that_diverged_has_no_part_in_the_round_and_takes_its_result(w
     committed = [report for report in reports["good"] if report.outcome.verdict == "commit"]
     assert [sorted(report.outcome.weights) for report in committed] == [["good"], ["bad", "good"]]
     assert [report.outcome.verdict for report in reports["bad"]] == ["skip", "commit", "commit"]
+
+
+def test_a_worker_without_a_vote_trains_on_and_takes_the_round_the_moment_the_others_have_it() -> None:
+    others = Future[RoundOutcome]()
+    model, swarm = linear(), Swarm(others)
+    with diloco(model, contract_of(steps=10), swarm) as optimizer:
+        optimizer.drop_phase("the loss is nan")
+        train(model, optimizer, 3)
+        assert swarm.requests == [RoundRequest(weight=0.0, tokens=0)]
+        assert (optimizer.round, optimizer.phase.steps) == (0, 3)
+        swarm.vectors["average"].fill_(0.5)
+        theirs = {"weights": {"b": 1.0}, "tokens": {"b": 7}, "readings": {"b": (Reading(shard=2, sequences=4),)}}
+        others.set_result(RoundOutcome(verdict="commit", lineage="cd" * 32, **theirs))
+        train(model, optimizer, 1)
+        assert (optimizer.round, optimizer.phase.steps, optimizer.outer.lineage) == (1, 0, "cd" * 32)
+        assert optimizer.ledger == Ledger().after(theirs["readings"])
+        assert torch.equal(flat(list(model.parameters())), optimizer.outer.theta)
+        train(model, optimizer, 10)
+        assert swarm.requests[1:] == [RoundRequest(weight=1.0, tokens=10)]
+
+
+def test_a_worker_without_a_vote_gets_it_back_in_mid_phase_when_nobody_is_left_to_follow() -> None:
+    nobody = RoundOutcome(verdict="skip", reason="nobody is there to follow")
+    model, swarm = linear(), Swarm(nobody)
+    with diloco(model, contract_of(steps=4), swarm) as optimizer:
+        train(model, optimizer, 1)
+        optimizer.drop_phase("the loss is nan")
+        train(model, optimizer, 1)
+        assert (optimizer.round, optimizer.phase.steps, optimizer.phase.has_vote) == (0, 2, True)
+        train(model, optimizer, 2)
+        assert optimizer.round == 1
+        assert [request.weight for request in swarm.requests] == [0.0, 1.0]
 
 
 def test_a_replica_that_diverges_again_and_again_ends_with_the_reason_and_the_cure() -> None:

@@ -240,6 +240,7 @@ def progress(**changes: object) -> dict[str, object]:
         "tokens_per_s": 1234.5,
         "expected_finish": now + 10,
         "client_mode": False,
+        "shards": [3, 17],
     }
     return values | changes
 
@@ -274,6 +275,9 @@ def test_progress_of_a_later_version_may_say_more() -> None:
         {"lineage": "c" * 64 + "\n"},
         {"session": "0123456789abcdef0"},
         {"client_mode": 1},
+        {"shards": [-1]},
+        {"shards": ["1"]},
+        {"shards": list(range(33))},
         {"params_hash": b"d" * 64},
     ],
     ids=str,

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opendiloco.config import OuterConfig
+from opendiloco.ledger import Reading
 from opendiloco.outer import OuterState, genesis_lineage, next_lineage, outer_step, params_hash
 
 OPTIMIZERS = ("nesterov", "sgd", "sgdm", "adam")
@@ -244,6 +245,7 @@ ROUND = {
     "weights": {"p": 1.0, "q": 2.0},
     "average_digest": "cd",
     "tokens": {"p": 5, "q": 7},
+    "readings": {"p": (Reading(shard=1),), "q": ()},
 }
 
 
@@ -257,12 +259,20 @@ def test_lineage_depends_on_everything_that_was_committed() -> None:
         {"lineage": "ac"},
         {"round": 4},
         {"average_digest": "ce"},
-        {"weights": {"p": 1.0}, "tokens": {"p": 5}},
+        {"weights": {"p": 1.0}, "tokens": {"p": 5}, "readings": {"p": (Reading(shard=1),)}},
+        {"readings": {"p": (), "q": (Reading(shard=1),)}},
+        {"readings": {"p": (Reading(shard=1, done=True),), "q": ()}},
+        {"readings": {"p": (Reading(shard=1), Reading(shard=1)), "q": ()}},
+        *({"readings": {"p": (Reading(shard=1, **{name: 1}),), "q": ()}} for name in ("files", "rows", "sequences")),
         {"tokens": {"p": 5, "q": 8}},
         {"tokens": {"p": 7, "q": 5}},
         {"weights": {"p": 2.0, "q": 1.0}},
         {"weights": {"p": 1.0, "q": np.nextafter(2.0, 3.0)}},
-        {"weights": {"p": 1.0, "r": 2.0}, "tokens": {"p": 5, "r": 7}},
+        {
+            "weights": {"p": 1.0, "r": 2.0},
+            "tokens": {"p": 5, "r": 7},
+            "readings": {"p": (Reading(shard=1),), "r": ()},
+        },
         {"lineage": "a", "average_digest": "bcd"},
         {"lineage": "abcd", "average_digest": ""},
     ]
@@ -285,7 +295,13 @@ rounds = st.fixed_dictionaries(
         "average_digest": names,
         "count": st.integers(0, 1),
     }
-).map(lambda values: {**values, "tokens": dict.fromkeys(values["weights"], values["count"])})
+).map(
+    lambda values: {
+        **values,
+        "tokens": dict.fromkeys(values["weights"], values["count"]),
+        "readings": dict.fromkeys(values["weights"], (Reading(shard=0),) * values["count"]),
+    }
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -297,10 +313,11 @@ def test_two_rounds_have_one_lineage_exactly_when_they_are_the_same(
     assert (lineage_of(first) == lineage_of(second)) == (first == second)
 
 
-@pytest.mark.parametrize("tokens", [{}, {"p": 1}, {"p": 1, "q": 1, "r": 1}])
-def test_lineage_refuses_tokens_of_other_peers_than_the_participants(tokens: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="counts tokens of"):
-        lineage_of({"tokens": tokens})
+@pytest.mark.parametrize("others", [{}, {"p": 1}, {"p": 1, "q": 1, "r": 1}])
+def test_lineage_refuses_tokens_and_readings_of_other_peers_than_the_participants(others: dict[str, int]) -> None:
+    for changes in ({"tokens": others}, {"readings": dict.fromkeys(others, ())}):
+        with pytest.raises(ValueError, match="not of the same peers"):
+            lineage_of(changes)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
@@ -317,4 +334,4 @@ def test_lineage_refuses_rounds_without_participants_and_before_the_first() -> N
 
 
 def test_lineage_format_does_not_change() -> None:
-    assert lineage_of({}) == "e9457507b66a5b413c91b880ecd9c1277ea9934ddddaab6b6c3d19a7209d7486"
+    assert lineage_of({}) == "cab0397130119b6cd18c8c4a4448a0ff7b4befab10b8e22d782a447b2cf73227"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendiloco.codec import get_codec
+from opendiloco.ledger import Reading
 from opendiloco.outer import next_lineage
 from opendiloco.roundlog import LogEntry, LogError, RoundLog, decode_average
 
@@ -26,13 +27,17 @@ def make(
     digest = blake3.blake3(b"".join(payload)).hexdigest()
     weights = {"a": 1.0, "b": 2.5}
     tokens = {"a": 10, "b": 20}
-    lineage = next_lineage(before, round=round, weights=weights, tokens=tokens, average_digest=digest)
+    readings = {"a": (Reading(shard=3, done=True), Reading(shard=5, rows=2)), "b": ()}
+    lineage = next_lineage(
+        before, round=round, weights=weights, tokens=tokens, readings=readings, average_digest=digest
+    )
     entry = LogEntry(
         round=round,
         before=before,
         lineage=lineage,
         weights=weights,
         tokens=tokens,
+        readings=readings,
         digest=digest,
         parts=list(sizes),
     )
@@ -70,6 +75,7 @@ def test_only_the_newest_rounds_are_kept_by_number_not_by_text(tmp_path: Path) -
         {"before": "cd" * 32},
         {"weights": {"a": 1.0, "b": 2.0}},
         {"tokens": {"a": 11, "b": 20}},
+        {"readings": {"a": (), "b": ()}},
         {"digest": "00" * 32},
     ],
 )

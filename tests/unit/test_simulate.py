@@ -20,9 +20,10 @@ from transformers import LlamaConfig
 from opendiloco.codec import CODECS, get_codec
 from opendiloco.config import ComputeConfig, Contract, ModelConfig
 from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.ledger import Reading
 from opendiloco.metrics import read_metrics
 from opendiloco.model import build_model
-from opendiloco.rounds import RoundRequest
+from opendiloco.rounds import RoundRequest, leader_order
 from opendiloco.simulate import SimulatedGroup, simulate
 from opendiloco.tokenizer import load_tokenizer
 from opendiloco.tokens import training_stream
@@ -76,13 +77,15 @@ def initial_theta(contract: Contract) -> Tensor:
     return flat(list(initial_model(contract).parameters()))
 
 
-def batches_of(contract: Contract, name: str) -> Iterator[Tensor]:
+def batches_of(contract: Contract, name: str, names: Sequence[str]) -> Iterator[Tensor]:
+    """Those of its first shard: the run is too short for another one."""
+    first = Reading(shard=leader_order("0", names).index(name))
     return training_stream(
         contract.data,
         load_tokenizer(contract.data.tokenizer),
         seed=contract.run.seed,
-        stream=name,
         batch_size=contract.inner.batch_size,
+        lease=lambda at: at or first,
     )
 
 
@@ -92,7 +95,7 @@ def plain_diloco(contract: Contract, names: Sequence[str]) -> tuple[Tensor, Tens
     theta = [parameter.detach().clone() for parameter in initial_model(contract).parameters()]
     outer_optimizer = torch.optim.SGD(theta, lr=outer.lr, momentum=outer.momentum, nesterov=True)
     models = [initial_model(contract) for _ in names]
-    batches = [batches_of(contract, name) for name in names]
+    batches = [batches_of(contract, name, names) for name in names]
     optimizers = [
         torch.optim.AdamW(
             [

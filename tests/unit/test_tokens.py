@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,10 +20,12 @@ from transformers import PreTrainedTokenizerFast
 from opendiloco import sequences, text
 from opendiloco.config import DataConfig
 from opendiloco.errors import SettingsError
+from opendiloco.leases import read_alone
+from opendiloco.ledger import Reading
 from opendiloco.sequences import permutation
 from opendiloco.text import MemoryText, StreamedText, digest, is_held_out, read_source
 from opendiloco.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_saved_tokenizer, load_tokenizer
-from opendiloco.tokens import TokenStream, training_stream, validation_batches
+from opendiloco.tokens import Lease, TokenStream, training_stream, validation_batches
 
 BYTES = ByteTokenizer()
 
@@ -59,8 +62,8 @@ def config(source: str, *, seq_len: int = 32, validation_fraction: float = 0.1, 
     return DataConfig(source=source, seq_len=seq_len, validation_fraction=validation_fraction, text_field=text_field)
 
 
-def stream_of(data: DataConfig, *, stream: str = "peer", seed: int = 0, batch_size: int = 4) -> TokenStream:
-    return training_stream(data, BYTES, seed=seed, stream=stream, batch_size=batch_size)
+def stream_of(data: DataConfig, *, seed: int = 0, batch_size: int = 4, lease: Lease = read_alone) -> TokenStream:
+    return training_stream(data, BYTES, seed=seed, batch_size=batch_size, lease=lease)
 
 
 def read(stream: TokenStream, batches: int) -> str:
@@ -145,25 +148,46 @@ def test_batches_are_int64_of_the_asked_shape_and_counted(data: DataConfig) -> N
     assert stream.tokens_seen == 2 * 4 * 32
 
 
-def test_workers_read_different_text_in_one_order_each(data: DataConfig) -> None:
-    first, again = (stream_of(data, stream="a") for _ in range(2))
+def test_the_order_is_that_of_the_seed(data: DataConfig) -> None:
+    first, again = (stream_of(data) for _ in range(2))
     assert all(torch.equal(next(first), next(again)) for _ in range(5))
-    seen, others, seeded = (
-        marks(read(stream_of(data, stream=name, seed=seed), 8)) for name, seed in [("a", 0), ("b", 0), ("a", 1)]
-    )
-    assert min(map(len, (seen, others, seeded))) > 10
-    assert len(seen & others) < len(seen) / 3
+    seen, seeded = (marks(read(stream_of(data, seed=seed), 8)) for seed in (0, 1))
+    assert min(map(len, (seen, seeded))) > 10
     assert len(seen & seeded) < len(seen) / 3
 
 
-def test_no_worker_trains_on_held_out_text(data: DataConfig) -> None:
-    batches = validation_batches(data, BYTES, batch_size=8)
-    held = marks("|".join(BYTES.decode(row) for batch in batches for row in batch.tolist()))
-    assert len(held) > 10
-    assert not held & marks(read(stream_of(data), 800))
+def shard_of(data: DataConfig, number: int) -> list[list[int]]:
+    """All sequences of one shard."""
+    rows: list[list[int]] = []
+
+    def only_this_one(at: Reading | None) -> Reading:
+        if at is not None:
+            raise EOFError
+        return Reading(shard=number)
+
+    with contextlib.suppress(EOFError):
+        for batch in stream_of(data, batch_size=1, lease=only_this_one):
+            rows += batch.tolist()
+    return rows
 
 
-def test_every_training_document_is_read_and_passes_differ(data: DataConfig) -> None:
+@pytest.mark.parametrize(("shards", "of_three_files"), [(1, 1), (2, 2), (5, 3), (64, 24)])
+def test_the_shards_of_a_pass_are_disjoint_and_together_the_whole_text(
+    data: DataConfig, shards: int, of_three_files: int
+) -> None:
+    data = data.model_copy(update={"shards": shards})
+    count = stream_of(data).shards
+    assert count == (shards if data.source.startswith("text") else of_three_files)
+    total = len(BYTES.encode_documents(training_documents(data)))
+    for number in (0, 3):  # of the pass
+        parts = [shard_of(data, number * count + shard) for shard in range(count)]
+        tokens = sum(map(len, parts)) * data.seq_len
+        assert total - (count + 2) * data.seq_len <= tokens <= total
+        read = [marks("|".join(BYTES.decode(row) for row in rows)) for rows in parts]
+        assert sum(map(len, read)) == len(set.union(*read)) > 100
+
+
+def training_documents(data: DataConfig) -> list[str]:
     source = read_source(data)
     shards = range(source.shard_count) if isinstance(source, StreamedText) else []
     documents = (
@@ -171,9 +195,29 @@ def test_every_training_document_is_read_and_passes_differ(data: DataConfig) -> 
         if isinstance(source, MemoryText)
         else [piece for shard in shards for row in source.rows(shard) for piece in row]
     )
-    training = [d for d in documents if not is_held_out(digest(d), data.validation_fraction)]
-    expected = marks(" \n".join(training))
-    seen = read(stream_of(data), 1500)
+    return [d for d in documents if not is_held_out(digest(d), data.validation_fraction)]
+
+
+@pytest.mark.parametrize("batches", [1, 7, 20])
+def test_whoever_takes_a_shard_over_reads_on_where_its_reader_was(data: DataConfig, batches: int) -> None:
+    data = data.model_copy(update={"shards": 3})
+    first = stream_of(data)
+    for _ in range(batches):
+        next(first)
+    at = first.readings[-1]
+    assert not at.done
+    taken_over = next(stream_of(data, lease=lambda _: at))
+    if isinstance(read_source(data), MemoryText):
+        assert torch.equal(taken_over, next(first))
+    else:  # less than a sequence was left over from what came before: it goes with its reader
+        going_on = BYTES.decode(torch.cat([next(first), next(first)]).flatten().tolist())
+        found = BYTES.decode(taken_over.flatten().tolist())
+        assert found[:64] in going_on
+
+
+def test_every_training_document_is_read_and_passes_differ(data: DataConfig) -> None:
+    expected = marks(" \n".join(training_documents(data)))
+    seen = read(stream_of(data), 6000)
     assert len(expected) > 200
     assert marks(seen) <= expected
     assert len(expected - marks(seen)) <= 5  # those at the very ends of the text may be cut in each pass
@@ -214,7 +258,7 @@ def test_new_process_resumes_with_the_same_batch(folder: Path) -> None:
     program = (
         "import json, sys; from opendiloco.config import DataConfig; from opendiloco.tokens import *; "
         "from opendiloco.tokenizer import ByteTokenizer; data, state = json.loads(sys.argv[1]); "
-        "s = training_stream(DataConfig(**data), ByteTokenizer(), seed=0, stream='peer', batch_size=4); "
+        "s = training_stream(DataConfig(**data), ByteTokenizer(), seed=0, batch_size=4); "
         "s.load_state_dict(state); print(json.dumps(next(s).tolist()))"
     )
     arguments = json.dumps([config(f"text:{folder}").model_dump(), state])
@@ -237,11 +281,11 @@ def test_order_is_a_permutation_that_never_changes() -> None:
 GOLDEN = [4, 7, 1, 0, 5, 2, 6, 3]
 
 
-def test_position_of_another_worker_or_text_is_refused(data: DataConfig) -> None:
+def test_position_in_another_order_is_refused(data: DataConfig) -> None:
     stream = stream_of(data)
     before = stream.state_dict()
-    with pytest.raises(SettingsError, match="of stream other with"):
-        stream.load_state_dict(stream_of(data, stream="other").state_dict())
+    with pytest.raises(SettingsError, match=r"one of run.seed 1, here it is 0"):
+        stream.load_state_dict(stream_of(data, seed=1).state_dict())
     assert stream.state_dict() == before
 
 
