@@ -27,7 +27,7 @@ from benchmarks.links import Host, Links
 
 BAR_S = 10.0
 LIMIT_S = 120.0
-PAUSE_S = 3.0  # an inner phase, longer than a joiner needs for the round it missed
+PAUSE_S = 1.0  # an inner phase
 MBIT = 1e6 / 8
 
 
