@@ -82,8 +82,8 @@ run_tests() {
         "$python" -m ruff format --check .
         "$python" -m ruff check .
         "$python" -m mypy
-        "$python" -m pytest -n 2 tests/unit
-        set -- tests/swarm tests/faults # one at a time: they are about time, too
+        "$python" -m pytest -n 2 --dist loadgroup -m 'not timing' tests/faults tests/swarm tests/unit
+        set -- -m timing
     fi
     exec "$python" -m pytest "$@"
 }

@@ -76,8 +76,8 @@ class Donor:
         self._position: Position | None = None
         self._steady = asyncio.Event()
         self._busy = asyncio.Semaphore(MAX_STREAMS)
-        self.undecided = False
-        """Whether this worker is in an all-reduce that may still come to a commit."""
+        self.undecided: int | None = None
+        """The round of an all-reduce that this worker is in, which may still come to a commit."""
         self.trouble: str | None = None
         """Why the log on disk is behind, if it is."""
 
@@ -159,7 +159,7 @@ class Donor:
                 await stream.send(FrameKind.HEADER, entry.pack())
                 await stream.send(FrameKind.DATA, *payload)
                 return
-        if self.undecided:
+        if ask.round == self.undecided:
             raise await _refusal(stream, UNDECIDED)
         stored = await asyncio.to_thread(self._log.read, ask.round)
         if stored is None or f'"before":"{ask.before}"'.encode() not in stored[0]:

@@ -16,7 +16,8 @@ from opendiloco.allreduce import Group, Member
 from opendiloco.ledger import MAX_READINGS, Reading
 from opendiloco.rounds import Gathering, quorum_size, reduce_shares, start_time
 
-REFRESH_S = 1.0  # between two looks at membership while somebody waits
+REFRESH_S = 1.0  # between two looks at the DHT while somebody waits
+CHECK_S = 0.25  # between two looks at what is known
 MAX_MEMBERS = 1024
 
 Weight = Annotated[float, Field(ge=0, le=1e15)]
@@ -148,7 +149,7 @@ class Lobby:
                 start = None
             if start is not None and start <= now and self._start(rules, outlook()):
                 return
-            pause_s = REFRESH_S if start is None else min(REFRESH_S, max(start - now, 0.0))
+            pause_s = CHECK_S if start is None else min(CHECK_S, max(start - now, 0.0))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._changed.wait()

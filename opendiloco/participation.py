@@ -19,7 +19,7 @@ from opendiloco.rendezvous import Assembly, Rendezvous, RoundCall
 from opendiloco.roundlog import LogEntry
 from opendiloco.rounds import Position, RoundOutcome, RoundRequest, after_failure
 
-CHECK_S = 1.0  # how often a wait for a group looks whether it still makes sense
+CHECK_S = 0.25  # how often a wait for a group looks whether it still makes sense
 DECISION_POLL_S = 0.1
 
 
@@ -126,7 +126,7 @@ class Participation:
         group, started = assembly.group, time.monotonic()
         key = self._presence.outlook().key
         self._last_group = group.id
-        self._donor.undecided = True
+        self._donor.undecided = self._presence.position.round + 1
         try:
             attempt = await self._groups.reduce(group, values=self._values, average=self._average)
             outcome = RoundOutcome(
@@ -147,7 +147,7 @@ class Participation:
             if attempt.verdict == "commit":
                 return replace(outcome, lineage=self._log(attempt, group))
         finally:
-            self._donor.undecided = False
+            self._donor.undecided = None
         self._dropped.setdefault(key, set()).update(attempt.failures)
         self.committed_by = await self._committed_by(group)
         verdict, reason = after_failure(attempt.failures, committed_by=self.committed_by)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from support.links import Links
     from support.peers import Network
 
+pytestmark = pytest.mark.timing
+
 MEET_S = 15.0
 
 

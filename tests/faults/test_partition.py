@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from support.peers import Network, Peer
     from support.waiting import WaitUntil
 
+pytestmark = pytest.mark.timing
+
 EXPIRY_S = 4.0
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from support.peers import Network, Peer
     from support.waiting import WaitUntil
 
+pytestmark = pytest.mark.timing
+
 SIZE = 500_000
 MBIT = 1e6 / 8
 SILENCE_S = 3.0

@@ -6,10 +6,14 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from support.commands import Commands
     from support.peers import Network
     from support.waiting import WaitUntil
+
+pytestmark = pytest.mark.timing
 
 ROUNDS, LENGTH_S = 4, 2.0
 

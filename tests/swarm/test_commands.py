@@ -165,7 +165,7 @@ def test_several_runs_and_none_named(fail: Fail, network: Network, make_contract
 def test_only_other_runs(fail: Fail, network: Network, make_contract: SmallContract) -> None:
     addresses = start_run(network, make_contract(run="north"))
     start_run(network, make_contract(run="south"), addresses)
-    line = fail(NO_SWARM, "--run-id", "west", peers=addresses, sets=["swarm.startup_timeout_s=10.0"])
+    line = fail(NO_SWARM, "--run-id", "west", peers=addresses, sets=["swarm.startup_timeout_s=5.0"])
     assert "0 peers of run west; the swarm has runs north, south: " in line
 
 

@@ -83,7 +83,7 @@ def test_demo_goes_on_without_a_worker_that_is_killed(start: Start, wait_until: 
 
 
 def test_demo_stops_when_asked_even_if_started_with_interrupts_ignored(start: Start, wait_until: WaitUntil) -> None:
-    demo = start("--set", "inner.steps=2000", rounds=100)
+    demo = start("--workers", "2", "--set", "inner.steps=2000", rounds=100)
     wait_until((demo.folder / "demo" / "worker-0" / "metrics.jsonl").exists, "training begins", limit_s=LIMIT_S)
     started = psutil.Process(demo.popen.pid).children(recursive=True)
     demo.popen.send_signal(signal.SIGINT)

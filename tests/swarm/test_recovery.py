@@ -90,7 +90,10 @@ def test_a_joiner_takes_part_in_the_next_round(network: Network, wait_until: Wai
     assert newcomer.position == workers[0].position
 
 
-def test_a_state_with_another_hash_than_the_swarm_announced_is_never_used(network: Network) -> None:
+def test_a_state_with_another_hash_than_the_swarm_announced_is_never_used(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opendiloco.recovery.PAUSE_S", 0.1)
     workers = network.workers(2, contract=network.contract(2), size=SIZE)
     play_rounds(network, workers, 10)
     for peer in workers:
@@ -145,3 +148,12 @@ def test_a_round_that_others_have_but_not_announced_yet_is_fetched_from_them(net
     state = state_of(workers[0])
     outer_step(state, workers[0].vectors["average"], OuterConfig())
     assert torch.equal(late.vectors["theta"], state.theta)
+
+
+def test_donors_in_the_middle_of_an_all_reduce_give_the_rounds_before_it(network: Network) -> None:
+    workers = network.workers(2, contract=network.contract(2), size=SIZE)
+    play_rounds(network, workers, 3)
+    for peer in workers:
+        peer.process._donor.undecided = 4
+    newcomer, recovering = join(network, workers)
+    check_identical(newcomer, workers[0], recovering.result(30))

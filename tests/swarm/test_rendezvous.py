@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from support.peers import Network, Peer
     from support.waiting import WaitUntil
 
+pytestmark = pytest.mark.timing
+
 LONG_S = 600.0
 AT_ONCE_S = 1.0
 
