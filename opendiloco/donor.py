@@ -1,14 +1,16 @@
 """What a worker gives to those who recover: committed rounds from its log, and chunks of its outer state.
 
 Chunks are read from the memory that the network process shares with its trainer, between two outer steps, and say
-which round they belong to. Nothing is copied as a whole, and the trainer never notices.
+which round they belong to. Nothing is copied as a whole, and the trainer never notices. During an all-reduce whoever
+asks for a chunk waits; rounds are given at once, because who lacks one can take no part in the next.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,6 +31,7 @@ Unlike the outer state they differ between workers: each chunk is some donor's, 
 MAX_REQUEST_BYTES = 1024
 MAX_CHUNK_VALUES = 1 << 20
 UNDECIDED = "undecided"
+KEEPALIVE_S = 1.0
 MAX_STREAMS = 32  # at once: joiners share what a donor can send, they do not multiply it
 
 logger = logging.getLogger(__name__)
@@ -76,8 +79,9 @@ class Donor:
         self._position: Position | None = None
         self._steady = asyncio.Event()
         self._busy = asyncio.Semaphore(MAX_STREAMS)
-        self.undecided: int | None = None
-        """The round of an all-reduce that this worker is in, which may still come to a commit."""
+        self._undecided: int | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.trouble: str | None = None
         """Why the log on disk is behind, if it is."""
 
@@ -91,6 +95,17 @@ class Donor:
             await self._writing
 
     # --- what this worker has ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_all_reduce(self, round: int) -> Iterator[None]:
+        """Meanwhile this worker may still come to commit `round`, and gives no chunks: they would slow it down."""
+        self._undecided = round
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._undecided = None
+            self._idle.set()
 
     def hold(self) -> None:
         """The outer state is about to change: give none of it away until `settle`."""
@@ -159,7 +174,7 @@ class Donor:
                 await stream.send(FrameKind.HEADER, entry.pack())
                 await stream.send(FrameKind.DATA, *payload)
                 return
-        if ask.round == self.undecided:
+        if ask.round == self._undecided:
             raise await _refusal(stream, UNDECIDED)
         stored = await asyncio.to_thread(self._log.read, ask.round)
         if stored is None or f'"before":"{ask.before}"'.encode() not in stored[0]:
@@ -170,6 +185,11 @@ class Donor:
     async def _send_chunk(self, ask: Ask, stream: Stream) -> None:
         if not 0 < ask.stop - ask.start <= MAX_CHUNK_VALUES or ask.stop > self._numel:
             raise await _refusal(stream, "no such chunk")
+        while not self._idle.is_set():
+            await stream.send(FrameKind.WAITING)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(KEEPALIVE_S, self._silence_s / 4)):
+                    await self._idle.wait()
         position = await self._settled(stream)
         # copied without a pause in between, so that all of it belongs to one round
         pieces = [vector[ask.start : ask.stop].numpy().tobytes() for vector in self._state]

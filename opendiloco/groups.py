@@ -12,14 +12,13 @@ from torch import Tensor
 from opendiloco.allreduce import AllReduce, Attempt, Group
 from opendiloco.codec import Codec
 from opendiloco.connect import open_stream
+from opendiloco.rounds import time_limit_s
 from opendiloco.wire import FrameKind, Stream, WireError
 
 STREAM_NAME = "opendiloco.reduce"
 GROUP_ID_BYTES = 16
 MAX_EARLY_STREAMS = 4096
 DECAY = 0.8  # of the bandwidth a link has shown, per round in which it shows less
-MIN_LIMIT_S = 30.0  # for an attempt, whatever its size
-MIN_BYTES_PER_S = 125_000  # 1 Mbit/s: a group that is slower than this gives up
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,6 @@ class Groups:
 
     async def reduce(self, group: Group, *, values: Tensor, average: Tensor) -> Attempt:
         """This peer's part of one all-reduce: fp32 [N] `values` in, fp32 [N] `average` out after a commit."""
-        size = self._codec.wire_bytes(values.numel()) * len(group.members)
         reduction = AllReduce(
             group,
             self._peer,
@@ -49,7 +47,7 @@ class Groups:
             codec=self._codec,
             connect=self._connect,
             silence_s=self._silence_s,
-            limit_s=MIN_LIMIT_S + 2 * size / MIN_BYTES_PER_S,
+            limit_s=time_limit_s(self._codec.wire_bytes(values.numel()) * len(group.members)),
         )
         self._entry(group.id).set_result(reduction)
         try:

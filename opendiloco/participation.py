@@ -126,8 +126,7 @@ class Participation:
         group, started = assembly.group, time.monotonic()
         key = self._presence.outlook().key
         self._last_group = group.id
-        self._donor.undecided = self._presence.position.round + 1
-        try:
+        with self._donor.in_all_reduce(self._presence.position.round + 1):
             attempt = await self._groups.reduce(group, values=self._values, average=self._average)
             outcome = RoundOutcome(
                 verdict=attempt.verdict,
@@ -146,8 +145,6 @@ class Participation:
             )
             if attempt.verdict == "commit":
                 return replace(outcome, lineage=self._log(attempt, group))
-        finally:
-            self._donor.undecided = None
         self._dropped.setdefault(key, set()).update(attempt.failures)
         self.committed_by = await self._committed_by(group)
         verdict, reason = after_failure(attempt.failures, committed_by=self.committed_by)

@@ -8,25 +8,24 @@ that a worker of the swarm announced for that round.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from opendiloco.codec import Codec, CodecError
+from opendiloco.codec import Codec
 from opendiloco.config import OuterConfig
-from opendiloco.donor import INNER_VECTORS, STATE_VECTORS, UNDECIDED, Ask, ChunkHeader
+from opendiloco.donor import INNER_VECTORS, STATE_VECTORS, ChunkHeader
 from opendiloco.errors import SwarmError
-from opendiloco.ledger import Ledger
+from opendiloco.fetcher import Connect, Fetcher
 from opendiloco.outer import OuterState, outer_step, params_hash
-from opendiloco.roundlog import MAX_HEADER_BYTES, LogEntry, LogError, decode_average
+from opendiloco.roundlog import LogEntry
 from opendiloco.rounds import Position, Recovery
-from opendiloco.wire import FrameKind, Stream, WireError
+from opendiloco.wire import WireError
 
 CHUNK_VALUES = 1 << 18
 STREAMS_PER_DONOR = 2
@@ -60,7 +59,7 @@ class Recoverer:
         codec: Codec,
         outer: OuterConfig,
         *,
-        connect: Callable[[str], Awaitable[Stream]],
+        connect: Connect,
         find_goal: Callable[[Position], Awaitable[Goal | None]],
         announced_hash: Callable[[Position], str | None],
         remember: Callable[[LogEntry, list[memoryview]], None],
@@ -74,12 +73,14 @@ class Recoverer:
             history: the logged rounds that led to a lineage, newest first, each with the lineage before it.
         """
         self._history = history
-        self._codec, self._outer, self._connect = codec, outer, connect
+        self._codec, self._outer = codec, outer
         self._find_goal, self._announced_hash, self._remember = find_goal, announced_hash, remember
         self._vectors = [vectors[name] for name in STATE_VECTORS]
         self._inner = [vectors[name] for name in INNER_VECTORS if name in vectors]
         self._average = vectors["average"]
         self._numel = self._average.numel()
+        self._new_fetcher = partial(Fetcher, connect, codec, self._average, [*self._vectors, *self._inner])
+        self._fetcher = self._new_fetcher()
 
     async def catch_up(self, start: Position, holders: Sequence[str] = ()) -> Recovery:
         """Move the state from `start` to the head; returns where that is and what it took.
@@ -90,8 +91,8 @@ class Recoverer:
         Raises:
             SwarmError: no donor could provide a state that checks out.
         """
-        self._received_bytes, self._replayed, self._full_state = 0, 0, False
-        self._used: set[str] = set()
+        self._fetcher = self._new_fetcher()
+        self._replayed, self._full_state = 0, False
         self._given_up = 0
         self._start = start
         position, reasons = start, list[str]()
@@ -110,8 +111,8 @@ class Recoverer:
                 continue
             return Recovery(
                 position=position,
-                donors=tuple(sorted(self._used)),
-                received_bytes=self._received_bytes,
+                donors=tuple(sorted(self._fetcher.used)),
+                received_bytes=self._fetcher.received_bytes,
                 rounds_replayed=self._replayed,
                 full_state=self._full_state,
                 given_up=self._given_up,
@@ -169,6 +170,10 @@ class Recoverer:
 
     # --- rounds ------------------------------------------------------------------------------------------
 
+    async def has_round(self, peer: str, round: int, before: str) -> bool | None:
+        """Whether a peer has committed that round on top of lineage `before`; None while it may still do so."""
+        return await self._fetcher.has_round(peer, round, before)
+
     async def _replay_one(self, position: Position, donors: Sequence[str]) -> Position | None:
         """Apply the next round on this lineage to the whole state, if a donor has it."""
         entry = await self._fetch_round(position.round + 1, position.lineage, donors)
@@ -180,47 +185,12 @@ class Recoverer:
         return Position(entry.round, entry.lineage, "", tokens, position.ledger.after(entry.readings))
 
     async def _fetch_round(self, round: int, before: str, donors: Sequence[str]) -> LogEntry | None:
-        for donor in random.sample(donors, len(donors)):
-            try:
-                stream = await self._connect(donor)
-            except WireError as error:
-                logger.info("donor %s: %s", donor, error)
-                continue
-            try:
-                ask = Ask(what="round", round=round, before=before)
-                await stream.send(FrameKind.REQUEST, ask.model_dump_json().encode())
-                header = await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
-                entry = LogEntry.unpack(header, numel=self._numel)
-                if (entry.round, entry.before) != (round, before):
-                    raise LogError("another round than the one asked for")
-                _, payload = await stream.receive({FrameKind.DATA: entry.payload_bytes(self._codec)})
-                decode_average(entry, payload, self._codec, self._average)
-            except (WireError, LogError, CodecError) as error:
-                logger.info("donor %s: %s", donor, error)
-                continue
-            finally:
-                self._received_bytes += stream.received_bytes
-                stream.close()
-            self._used.add(donor)
-            self._remember(entry, [memoryview(payload)])
-            return entry
-        return None
-
-    async def has_round(self, peer: str, round: int, before: str) -> bool | None:
-        """Whether a peer has committed that round on top of lineage `before`; None while it may still do so."""
-        try:
-            stream = await self._connect(peer)
-        except WireError:
-            return False
-        try:
-            ask = Ask(what="round", round=round, before=before)
-            await stream.send(FrameKind.REQUEST, ask.model_dump_json().encode())
-            await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
-        except WireError as error:
-            return None if UNDECIDED in str(error) else False
-        finally:
-            stream.close()
-        return True
+        found = await self._fetcher.round(round, before, donors)
+        if found is None:
+            return None
+        entry, payload = found
+        self._remember(entry, [payload])
+        return entry
 
     # --- the whole state ---------------------------------------------------------------------------------
 
@@ -236,59 +206,31 @@ class Recoverer:
             remaining = [donor for index, donor in enumerate(remaining) if all(fine[index * 2 : index * 2 + 2])]
         if waiting or not donors:
             raise _Failed("every donor failed before all chunks were there")
-        return replace(await self._align(tags, donors), ledger=await self._fetch_ledger(donors))
-
-    async def _fetch_ledger(self, donors: Sequence[str]) -> Ledger:
-        """How far the text has been read; a donor may be a round further, which does no harm."""
-        for donor in donors:
-            try:
-                stream = await self._connect(donor)
-            except WireError as error:
-                logger.info("donor %s: %s", donor, error)
-                continue
-            try:
-                await stream.send(FrameKind.REQUEST, Ask(what="ledger").model_dump_json().encode())
-                answer = await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
-                return Ledger.model_validate_json(answer)
-            except (WireError, ValidationError) as error:
-                logger.info("donor %s: %s", donor, error)
-            finally:
-                stream.close()
-        raise _Failed("no donor says how far the text has been read")
+        position = await self._align(tags, donors)
+        if (ledger := await self._fetcher.ledger(donors)) is None:
+            raise _Failed("no donor says how far the text has been read")
+        return replace(position, ledger=ledger)
 
     async def _pull(self, donor: str, waiting: deque[int], tags: dict[int, ChunkHeader]) -> bool:
         """Fetch chunks from one donor while there are any; False when it failed (its chunk waits again)."""
+        taken: set[int] = set()
+
+        def take() -> slice | None:
+            if not waiting:
+                return None
+            taken.add(start := waiting.popleft())
+            return self._chunk(start)
+
         try:
-            stream = await self._connect(donor)
+            async with contextlib.aclosing(self._fetcher.chunks(donor, take)) as chunks:
+                async for chunk, header in chunks:
+                    tags[chunk.start] = header
+                    taken.discard(chunk.start)
         except WireError as error:
             logger.info("donor %s: %s", donor, error)
+            waiting.extend(taken)
             return False
-        try:
-            while waiting:
-                start = waiting.popleft()
-                try:
-                    tags[start] = await self._fetch_chunk(start, stream)
-                except (WireError, ValidationError) as error:
-                    waiting.append(start)
-                    logger.info("donor %s: %s", donor, error)
-                    return False
-                self._used.add(donor)
-        finally:
-            self._received_bytes += stream.received_bytes
-            stream.close()
         return True
-
-    async def _fetch_chunk(self, start: int, stream: Stream) -> ChunkHeader:
-        stop = min(start + CHUNK_VALUES, self._numel)
-        await stream.send(FrameKind.REQUEST, Ask(what="chunk", start=start, stop=stop).model_dump_json().encode())
-        header = ChunkHeader.model_validate_json(await stream.receive_text(FrameKind.HEADER, max_bytes=1024))
-        vectors = [vector for vector in (*self._vectors, *self._inner) if vector.numel()]
-        _, data = await stream.receive({FrameKind.DATA: 4 * (stop - start) * len(vectors)})
-        size = 4 * (stop - start)
-        for index, vector in enumerate(vectors):
-            piece = torch.frombuffer(data, dtype=torch.float32, count=stop - start, offset=index * size)
-            vector[start:stop].copy_(piece)
-        return header
 
     async def _align(self, tags: dict[int, ChunkHeader], donors: Sequence[str]) -> Position:
         """Replay logged rounds for the chunks that are behind the newest one."""
@@ -310,8 +252,11 @@ class Recoverer:
         return Position(newest.round, newest.lineage, "", newest.tokens)
 
     def _step_chunk(self, start: int, round: int) -> None:
-        chunk = slice(start, min(start + CHUNK_VALUES, self._numel))
+        chunk = self._chunk(start)
         outer_step(self._state(Position(round, "", ""), chunk), self._average[chunk], self._outer)
+
+    def _chunk(self, start: int) -> slice:
+        return slice(start, min(start + CHUNK_VALUES, self._numel))
 
     def _state(self, position: Position, chunk: slice) -> OuterState:
         theta, momentum, second_moment = self._vectors

@@ -63,7 +63,9 @@ class Reducer:
         self._scratch = torch.empty(max((part.size for part in parts), default=0), dtype=torch.float32)
         self._seen: set[int] = set()  # members that opened their stream
         self._unserved = others if parts else set()
-        self._all_seen, self._all_served = asyncio.Event(), asyncio.Event()
+        self._all_seen, self._all_served = asyncio.Event(), asyncio.Event()  # of the voters
+        if not self._unserved & self._voters:
+            self._all_served.set()
         self.failures: dict[int, str] = {}
 
     async def run(self, values: Tensor) -> None:
@@ -80,7 +82,7 @@ class Reducer:
 
     async def wait_until_served(self, limit_s: float) -> None:
         """Wait, at most `limit_s` seconds, until all voters have their averages or have dropped out."""
-        if self._unserved & self._voters:
+        if not self._all_served.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
                     await self._all_served.wait()
@@ -93,7 +95,7 @@ class Reducer:
         self._seen.add(sender)
         if self._seen >= self._voters:
             self._all_seen.set()
-        answering = asyncio.create_task(self._answer(stream))
+        answering = asyncio.create_task(self._answer(sender, stream))
         try:
             confirmed = await self._receive(sender, stream)
             await answering
@@ -134,17 +136,24 @@ class Reducer:
             await stream.send(FrameKind.ARRIVED)
         return confirmed
 
-    async def _answer(self, stream: Stream) -> None:
+    async def _answer(self, sender: int, stream: Stream) -> None:
+        """Send the averages; who brings no values gets them last, and does not slow the others down."""
+        if sender not in self._voters:
+            await self._wait(self._all_served, stream)
         for reduction in self._reductions:
-            while not reduction.done.is_set():
-                try:
-                    async with asyncio.timeout(self._keepalive_s):
-                        await reduction.done.wait()
-                except TimeoutError:
-                    await stream.send(FrameKind.WAITING)
+            await self._wait(reduction.done, stream)
             if reduction.payload is None:
                 raise WireError("the average is not finite")
             await stream.send(FrameKind.AVERAGE, *reduction.payload)
+
+    async def _wait(self, event: asyncio.Event, stream: Stream) -> None:
+        """Wait for the event, and let the other end of the stream know meanwhile that this member is alive."""
+        while not event.is_set():
+            try:
+                async with asyncio.timeout(self._keepalive_s):
+                    await event.wait()
+            except TimeoutError:
+                await stream.send(FrameKind.WAITING)
 
     async def _drop_absent_voters(self) -> None:
         """Give up on voters that have not even opened their stream; nobody waits for the other members."""

@@ -23,6 +23,8 @@ MIN_GRACE_S = 5.0
 GRACE_SHARE = 0.5  # of an inner phase
 SPREAD_FACTOR = 3.0
 MAX_WAIT_FACTOR = 2.0  # times an inner phase
+MIN_LIMIT_S = 30.0  # for an all-reduce, whatever its size
+MIN_BYTES_PER_S = 125_000  # 1 Mbit/s: a group that is slower than this gives up
 
 
 def group_key(*, run: str, contract: str, layout: str, lineage: str, round: int) -> str:
@@ -215,6 +217,11 @@ def plan_parts(numel: int, shares: Sequence[float], *, alignment: int) -> tuple[
         plan.append(tuple(Part(at, min(at + PART_VALUES, stop)) for at in range(start, stop, PART_VALUES)))
         start = stop
     return tuple(plan)
+
+
+def time_limit_s(size: int) -> float:
+    """Seconds after which an all-reduce that moves `size` bytes is given up."""
+    return MIN_LIMIT_S + 2 * size / MIN_BYTES_PER_S
 
 
 def verdict(

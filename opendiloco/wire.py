@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import time
 from enum import IntEnum
 
 _HEADER = struct.Struct("<BI")
@@ -27,7 +28,7 @@ class FrameKind(IntEnum):
     AVERAGE = 3
     """Reducer to sender: the encoded average of one part, then who is in it (a bit per member)."""
     WAITING = 4
-    """Reducer to sender: alive, but still waiting for others' values."""
+    """Reducer to sender: alive, but still waiting for others' values. Donor to asker: alive, but in an all-reduce."""
     RECEIVED = 5
     """Sender to reducer: one more average has arrived. Only then may the reducer close the stream: one that is closed
     while data is on its way loses the end of it."""
@@ -87,13 +88,19 @@ class Stream:
         self.received_bytes += _HEADER.size + length
         return FrameKind(kind), payload
 
-    async def receive_text(self, kind: FrameKind, *, max_bytes: int) -> bytes:
+    async def receive_text(self, kind: FrameKind, *, max_bytes: int, patience_s: float = 0.0) -> bytes:
         """Read one frame of that kind, of any size up to `max_bytes`.
+
+        Args:
+            patience_s: for how long the other side may say that it makes this one wait.
 
         Raises:
             WireError: as `receive`.
         """
+        give_up = time.monotonic() + patience_s
         found, length = _HEADER.unpack(await self._read(_HEADER.size))
+        while (found, length) == (FrameKind.WAITING, 0) and time.monotonic() < give_up:
+            found, length = _HEADER.unpack(await self._read(_HEADER.size))
         if found == FrameKind.REFUSED and length <= MAX_REASON_BYTES:
             raise WireError(f"refused: {_one_line(await self._read(length))}")
         if found != kind or length > max_bytes:

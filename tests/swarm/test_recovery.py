@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -153,7 +155,26 @@ def test_a_round_that_others_have_but_not_announced_yet_is_fetched_from_them(net
 def test_donors_in_the_middle_of_an_all_reduce_give_the_rounds_before_it(network: Network) -> None:
     workers = network.workers(2, contract=network.contract(2), size=SIZE)
     play_rounds(network, workers, 3)
-    for peer in workers:
-        peer.process._donor.undecided = 4
     newcomer, recovering = join(network, workers)
-    check_identical(newcomer, workers[0], recovering.result(30))
+    with contextlib.ExitStack() as reducing:
+        for peer in workers:
+            reducing.enter_context(peer.process._donor.in_all_reduce(4))
+        check_identical(newcomer, workers[0], recovering.result(30))
+
+
+def test_chunks_wait_for_the_end_of_an_all_reduce_and_the_joiner_for_them(network: Network) -> None:
+    workers = network.workers(2, contract=network.contract(2, failure_timeout_s=1.0), size=SIZE)
+    play_rounds(network, workers, 10)
+    with contextlib.ExitStack() as reducing:
+        for peer in workers:
+            reducing.enter_context(peer.process._donor.in_all_reduce(11))
+        newcomer = network.peers(1, workers[0].addresses)[0]
+        contract = network.contract(2, failure_timeout_s=1.0)
+        newcomer.enter(contract, size=SIZE, position=Position(0, ZERO, ZERO))
+        recovering = network.start(newcomer.process.catch_up())
+        with pytest.raises(NotDone):
+            recovering.result(3.0)  # three times as long as silence may be
+        assert not newcomer.vectors["theta"].any()
+    recovery = recovering.result(30)
+    assert recovery.full_state
+    check_identical(newcomer, workers[0], recovery)

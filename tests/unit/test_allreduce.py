@@ -402,6 +402,21 @@ def test_a_follower_takes_the_average_for_the_bytes_of_one_vector_and_sends_noth
 
 
 @pytest.mark.usefixtures("small_parts")
+def test_voters_have_their_averages_before_followers_get_any() -> None:
+    """A voter that takes its time to confirm its last average keeps the follower waiting, and nobody else."""
+    seen: list[int] = []
+
+    async def look_at_the_follower(lab: Lab, owner: str, stream: FaultyStream, frame: Frame) -> Frame:
+        await asyncio.sleep(0.2)
+        seen.append(len(lab.members["b"]._results))
+        return frame
+
+    lab = Lab((1.0, 0.0, 3.0), (1.0, 0.0, 0.0), faults={"c": Fault(FrameKind.RECEIVED, 11, look_at_the_follower)})
+    assert check_commits(lab, lab.run()) == ["a", "b"]
+    assert seen == [0]
+
+
+@pytest.mark.usefixtures("small_parts")
 def test_every_byte_sent_is_a_byte_received() -> None:
     attempts = Lab((1.0, 2.0, 3.0), (0.5, 0.2, 0.3), "int8").run().values()
     assert sum(attempt.sent_bytes for attempt in attempts) == sum(attempt.received_bytes for attempt in attempts) > 0

@@ -10,8 +10,8 @@ import opendiloco
 LAYERS = """
 errors config settings options flat codec ledger rounds leases logs metrics shared guard leave identity outer phase
 moments roundlog checkpoint text tokenizer sequences tokens model inner evaluate
-membership agreement wire connect reducer allreduce lobby donor recovery presence rendezvous groups participation
-channel network swarm
+membership agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
+participation channel network swarm
 averager report diloco display worker trainer simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}

@@ -1,0 +1,159 @@
+"""Workers for benchmarks of the network: processes with a `DiLoCo` optimizer that trains on noise, behind links."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
+
+import psutil
+
+from benchmarks.common import BenchmarkError
+from benchmarks.links import Host
+
+LIMIT_S = 120.0
+
+
+def work(folder: Path, values: int, workers: int, inner_s: float, host: dict[str, Any], peers: list[str]) -> None:
+    """Train for ever; a line of JSON per attempt at a round goes to standard output."""
+    import torch
+
+    from opendiloco import Contract, DiLoCo, InnerConfig, RoundReport, RoundsConfig, RunConfig, Swarm, SwarmConfig
+
+    torch.set_num_threads(1)
+    contract = Contract(
+        run=RunConfig(id="noise", rounds=1_000_000),
+        inner=InnerConfig(steps=10),
+        rounds=RoundsConfig(start_peers=workers),
+    )
+    model = torch.nn.Linear(1000, values // 1000, bias=False)
+    torch.nn.init.zeros_(model.weight)
+
+    def tell(report: RoundReport) -> None:
+        outcome = report.outcome
+        print(
+            json.dumps(
+                {
+                    "round": report.round,
+                    "verdict": outcome.verdict,
+                    "reason": outcome.reason,
+                    "digest": outcome.digest,
+                    "time": time.time(),
+                    "participants": sorted(outcome.weights),
+                    "inner_s": report.inner_s,
+                    "wait_s": outcome.wait_s,
+                    "allreduce_s": outcome.allreduce_s,
+                }
+            ),
+            flush=True,
+        )
+
+    with Swarm(SwarmConfig(peers=tuple(peers), **host), folder) as swarm:
+        swarm.open()
+        (folder / "addresses").write_text("\n".join(swarm.addresses))
+        started = time.monotonic()
+        optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1e-3), model, swarm, contract, on_round=tell)
+        recovery = optimizer.recovery
+        join = {"round": optimizer.round, "verdict": "join", "peer": swarm.peer_id, "time": time.time()}
+        join |= {"seconds": time.monotonic() - started, "received_bytes": recovery.received_bytes}
+        join |= {"full_state": recovery.full_state, "replayed": recovery.rounds_replayed}
+        print(json.dumps({**join, "donors": len(recovery.donors)}), flush=True)
+        while True:
+            time.sleep(inner_s / contract.inner.steps)
+            model.weight.grad = torch.randn_like(model.weight)
+            optimizer.step()
+
+
+class NoiseWorker:
+    """One worker over all its lives, as a benchmark sees it."""
+
+    def __init__(self, folder: Path, host: Host, *, values: int, workers: int, inner_s: float) -> None:
+        """Args: `workers` of the run's start; `inner_s` seconds of an inner phase."""
+        self.host, self._folder = host, folder
+        self._arguments = [str(folder), str(values), str(workers), str(inner_s), json.dumps(host.settings)]
+        folder.mkdir()
+
+    def start(self, peers: Sequence[str]) -> None:
+        """Start its process, again with its old key and address."""
+        with (self._folder / "lines.jsonl").open("wb") as out, (self._folder / "errors.txt").open("ab") as errors:
+            self.popen = subprocess.Popen(
+                [sys.executable, __file__, *self._arguments, *peers],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    @property
+    def addresses(self) -> list[str]:
+        path = self._folder / "addresses"
+        return path.read_text().split() if path.exists() else []
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it has said in this life."""
+        if self.popen.poll() is not None:
+            raise BenchmarkError(f"{self._folder.name} ended: {(self._folder / 'errors.txt').read_text()[-500:]}")
+        text = (self._folder / "lines.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def commits(self) -> dict[int, dict[str, Any]]:
+        """Its rounds in this life."""
+        return {line["round"]: line for line in self.lines() if line["verdict"] == "commit"}
+
+    def joined(self) -> dict[str, Any] | None:
+        """How it joined, once it has."""
+        return next((line for line in self.lines() if line["verdict"] == "join"), None)
+
+    def peak_bytes(self) -> dict[str, int]:
+        """The most resident memory so far of its trainer and of its network process."""
+        below = psutil.Process(self.popen.pid).children(recursive=True)
+        (network,) = (process for process in below if "opendiloco.network" in process.cmdline())
+        return {name: _peak(pid) for name, pid in (("trainer", self.popen.pid), ("network", network.pid))}
+
+
+def start_all(workers: Sequence[NoiseWorker]) -> None:
+    """Start the first one by itself, the others through it."""
+    workers[0].start([])
+    while not workers[0].addresses:
+        workers[0].lines()
+        time.sleep(0.1)
+    for worker in workers[1:]:
+        worker.start(workers[0].addresses)
+
+
+def stop_all(workers: Sequence[NoiseWorker]) -> None:
+    """End all that were started, in order."""
+    running = [worker.popen for worker in workers if hasattr(worker, "popen")]
+    for popen in running:
+        popen.terminate()
+    for popen in running:
+        popen.wait()
+
+
+def wait_for_round(workers: Sequence[NoiseWorker], participants: int) -> int:
+    """Wait until all of them have committed one new round with so many participants; returns it."""
+    before = max(max(worker.commits(), default=0) for worker in workers)
+    give_up = time.monotonic() + LIMIT_S
+    while time.monotonic() < give_up:
+        commits = [worker.commits() for worker in workers]
+        for round in sorted(set.intersection(*(set(of_worker) for of_worker in commits)) - set(range(before + 1))):
+            if all(len(of_worker[round]["participants"]) == participants for of_worker in commits):
+                return round
+        time.sleep(0.05)
+    raise BenchmarkError(f"no round of {participants} workers within {LIMIT_S:g} s")
+
+
+def _peak(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+if __name__ == "__main__":
+    folder, values, workers, inner_s, host, *peers = sys.argv[1:]
+    work(Path(folder), int(values), int(workers), float(inner_s), json.loads(host), peers)
