@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,6 +47,8 @@ from opendiloco.wire import Stream
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+CLOCK_CHECK_S = 0.5
+MAX_CLOCK_JUMP_S = 3.0  # as much as hivemind lets clocks differ
 LAST_ROUND_LIMIT_S = 120.0  # for others to get what this peer has, before it ends
 
 
@@ -56,14 +59,14 @@ class PeerProcess:
         self._config, self._identity, self._folder, self._memory = config, identity, folder, memory
         self._host = Host(config, identity, runtime_dir)
         self._entered = False
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         """Set when this process is of no use any more."""
 
     async def open(self) -> list[str]:
         """Start libp2p and join the DHT; returns the full addresses of this peer."""
         await self._host.open()
-        self._watching = asyncio.create_task(self._watch_daemon())
+        self._watching = [asyncio.create_task(self._watch_daemon()), asyncio.create_task(self._watch_clock())]
         self._membership = Membership(self._host.node, self._identity, self._config.expiry_s)
         return await self._host.addresses()
 
@@ -76,10 +79,20 @@ class PeerProcess:
         logger.error("libp2p's daemon (p2pd) has ended with code %d: this peer is cut off from the others", code)
         self.failed.set()
 
+    async def _watch_clock(self) -> None:
+        """Records expire by the clock: after a jump this peer would believe itself alone, and go on so."""
+        offset_s = _clock_offset_s()
+        while abs(jump_s := _clock_offset_s() - offset_s) < MAX_CLOCK_JUMP_S:
+            await asyncio.sleep(CLOCK_CHECK_S)
+        logger.error(
+            "the clock of this machine has been set by %+.0f s: let NTP keep it, then start this peer again", jump_s
+        )
+        self.failed.set()
+
     async def close(self) -> None:
         """Stop everything this process runs."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for watching in self._watching:
+            watching.cancel()
         if self._entered:
             await self._presence.close()
             await self._donor.close()
@@ -221,6 +234,11 @@ class PeerProcess:
     async def _connect_donor(self, peer: str) -> Stream:
         silence_s = self._presence.contract.rounds.failure_timeout_s
         return await open_stream(self._host.p2p, peer, FETCH_STREAM, silence_s=silence_s)
+
+
+def _clock_offset_s() -> float:
+    """Of the clock that can be set, from the one that only counts (while the machine sleeps, too)."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 async def _run(connection: Connection, memory: int) -> None:
