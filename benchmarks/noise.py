@@ -113,7 +113,7 @@ class NoiseWorker:
     def peak_bytes(self) -> dict[str, int]:
         """The most resident memory so far of its trainer and of its network process."""
         below = psutil.Process(self.popen.pid).children(recursive=True)
-        (network,) = (process for process in below if "opendiloco.network" in process.cmdline())
+        (network,) = (process for process in below if process.cmdline()[1:3] == ["-m", "opendiloco.network"])
         return {name: _peak(pid) for name, pid in (("trainer", self.popen.pid), ("network", network.pid))}
 
 

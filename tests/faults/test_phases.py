@@ -11,6 +11,7 @@ from opendiloco.outer import params_hash
 
 if TYPE_CHECKING:
     from support.peers import Network, Peer
+    from support.waiting import WaitUntil
 
 SIZE = 50_000
 
@@ -23,7 +24,7 @@ def play(workers: list[Peer]) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_others_commit_the_round_in_which_a_peer_dies(network: Network, phase: str) -> None:
+def test_others_commit_the_round_in_which_a_peer_dies(network: Network, phase: str, wait_until: WaitUntil) -> None:
     settings = {"heartbeat_s": 0.5, "expiry_s": 4.0}
     workers = network.workers(3, size=SIZE, failure_timeout_s=2.0, settings=settings)
     *survivors, victim = workers
@@ -40,7 +41,7 @@ def test_others_commit_the_round_in_which_a_peer_dies(network: Network, phase: s
     rounds = [peer.finish_round() for peer in workers]
     for future in rounds[:2]:
         future.result(30)
-    assert struck == [phase]
+    wait_until(lambda: struck == [phase], "the victim has come to that phase")
     assert {peer.position.round for peer in survivors} == {2}
     assert len({(peer.position.lineage, params_hash(peer.state)) for peer in survivors}) == 1
     rounds[2].cancel()
