@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opendiloco.config import Contract
 from opendiloco.ledger import Reading
+from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
 
@@ -35,7 +36,7 @@ class Averager(Protocol):
     def wait_for_start(self) -> Future[int]:
         """Wait until the first round may start; gives the number of workers that are there."""
 
-    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
+    def report(self, report: PhaseReport) -> None:
         """How far this worker's inner phase is."""
 
     def lease(self, at: Reading | None) -> Reading:

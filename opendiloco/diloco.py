@@ -134,6 +134,8 @@ class DiLoCo(torch.optim.Optimizer):
         self.phase.step()
         if self.phase.is_over or (self._followed is not None and self._followed.done()):
             self._end_round()
+        elif (report := self.phase.report()) is not None:
+            self._swarm.report(report)
         return loss
 
     def drop_phase(self, reason: str) -> None:
@@ -236,8 +238,7 @@ class DiLoCo(torch.optim.Optimizer):
         self._move_to(position)
         self._hash = self._hasher.submit(self._hash_and_announce, position.round)
         if late_work is not None and is_timely and position.round - before <= self._contract.rounds.max_staleness:
-            late = torch.sub(self.outer.theta, late_work, out=self._vectors["average"])
-            scatter(late, self._parameters)
+            scatter(torch.sub(self.outer.theta, late_work, out=self._vectors["average"]), self._parameters)
         else:
             scatter(self.outer.theta, self._parameters)
         if recovery.full_state:

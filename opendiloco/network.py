@@ -37,6 +37,7 @@ from opendiloco.lobby import Rules
 from opendiloco.logs import file_formatter, setup_logging
 from opendiloco.membership import Membership
 from opendiloco.participation import Participation
+from opendiloco.phase import PhaseReport
 from opendiloco.presence import REFRESH_S, Presence
 from opendiloco.recovery import Goal, Recoverer
 from opendiloco.rendezvous import Rendezvous
@@ -180,9 +181,9 @@ class PeerProcess:
                 return present
             await asyncio.sleep(REFRESH_S)
 
-    async def report(self, steps: int, tokens_per_s: float, finish_in_s: float) -> None:
+    async def report(self, report: PhaseReport) -> None:
         """The trainer's progress in its inner phase."""
-        self._presence.report(steps, tokens_per_s, finish_in_s)
+        self._presence.report(report)
 
     async def lease(self, at: Reading | None) -> Reading:
         """Where the trainer reads on; see `Leases.lease`."""

@@ -5,9 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
+
+REPORT_S = 1.0  # between two reports
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """How far an inner phase is, for others to plan with."""
+
+    steps: int
+    tokens_per_s: float
+    finish_in_s: float
 
 
 class InnerPhase:
@@ -16,7 +28,7 @@ class InnerPhase:
     def __init__(self, contract: Contract, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps, self._deadline = contract.inner.steps, contract.rounds.deadline
         self._by_tokens = contract.outer.weighting == "tokens"
-        self._clock = clock
+        self._clock, self._reported = clock, clock()
         self.begin()
 
     def begin(self, *, at: int = 0, since_s: float = 0.0, is_whole: bool = True) -> None:
@@ -77,11 +89,17 @@ class InnerPhase:
         done = self.steps if self._deadline == "adaptive" else int(self.progress * self._steps)
         return min(self._steps - 1, done)
 
-    def seconds_left(self, step_s: float) -> float:
-        """Seconds to the end of the phase, where a step takes `step_s`."""
+    def report(self) -> PhaseReport | None:
+        """How far this worker is, if the last report is some time ago and a step has been done."""
+        now = self._clock()
+        if now - self._reported < REPORT_S or not self.steps_done:
+            return None
+        self._reported = now
         if self._deadline == "adaptive":
-            return (self._steps - self.steps) * step_s
-        return max(0.0, self._deadline - (self._clock() - self._started))
+            left_s = (self._steps - self.steps) * self.seconds / self.steps_done
+        else:
+            left_s = max(0.0, self._deadline - (now - self._started))
+        return PhaseReport(self.steps, self.tokens / max(self.seconds, 1e-9), left_s)
 
     @property
     def work(self) -> int:

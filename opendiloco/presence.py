@@ -16,6 +16,7 @@ from opendiloco.connect import TRANSPORT_ERRORS
 from opendiloco.errors import SettingsError
 from opendiloco.lobby import Candidate, Outlook
 from opendiloco.membership import Membership, Progress
+from opendiloco.phase import PhaseReport
 from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key, is_heavier, joining_step
 
@@ -94,9 +95,10 @@ class Presence:
         """An inner phase begins now."""
         self._phase_started = time.time()
 
-    def report(self, steps: int, tokens_per_s: float, finish_in_s: float) -> None:
+    def report(self, report: PhaseReport) -> None:
         """Progress of the inner phase; told to others with the next heartbeat."""
-        self._update(steps=steps, tokens_per_s=tokens_per_s, expected_finish=time.time() + finish_in_s)
+        finish = time.time() + report.finish_in_s
+        self._update(steps=report.steps, tokens_per_s=report.tokens_per_s, expected_finish=finish)
 
     def arrive(self) -> None:
         """The inner phase is over: this worker wants to average."""

@@ -24,6 +24,7 @@ from opendiloco.ledger import Reading
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.outer import next_lineage
+from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.settings import Settings, write_toml
 from opendiloco.worker import Worker
@@ -153,7 +154,7 @@ class SimulatedSwarm:
         """All members are there from the start."""
         return _done(len(self._group.names))
 
-    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
+    def report(self, report: PhaseReport) -> None:
         """Nobody to tell."""
 
     def lease(self, at: Reading | None) -> Reading:

@@ -28,6 +28,7 @@ from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
 from opendiloco.leave import Leave, wait_for
 from opendiloco.ledger import Reading
+from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
 
@@ -152,9 +153,9 @@ class Swarm:
         """
         return self._caller.start("wait_for_start")
 
-    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
+    def report(self, report: PhaseReport) -> None:
         """Tell the swarm how far this worker's inner phase is; does not wait."""
-        self._caller.start("report", steps, tokens_per_s, finish_in_s)
+        self._caller.start("report", report)
 
     def lease(self, at: Reading | None) -> Reading:
         """Where to read on, for a worker that is at `at`: there, or in another shard of the text."""

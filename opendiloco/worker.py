@@ -33,8 +33,6 @@ from opendiloco.settings import Settings
 from opendiloco.tokenizer import load_tokenizer
 from opendiloco.tokens import training_stream, validation_batches
 
-REPORT_S = 1.0
-
 logger = logging.getLogger(__name__)
 
 
@@ -98,7 +96,7 @@ class Worker:
     def train(self) -> None:
         """Train until the run's last round is committed, or until the user asks to leave."""
         reason = "finished"
-        self._phase_started, self._reported = time.monotonic(), 0.0
+        self._phase_started = time.monotonic()
         try:
             self._evaluate()
             while self.optimizer.round < self.contract.run.rounds:
@@ -167,14 +165,10 @@ class Worker:
         self._metrics.write(WarningEvent(message=message))
 
     def _report_step(self, result: InnerStepResult, *, lr: float, step: int, number: int, round: int) -> None:
-        now, phase = time.monotonic(), self.optimizer.phase
-        step_s = (now - self._phase_started) / len(self._losses)
+        step_s = (time.monotonic() - self._phase_started) / len(self._losses)
         tokens_per_s = result.tokens / max(step_s, 1e-9)
         if self._display is not None:
             self._display.inner_step(number, loss=result.loss, tokens_per_s=tokens_per_s)
-        if now - self._reported > REPORT_S and phase.steps == number:
-            self._reported = now
-            self._swarm.report(number, tokens_per_s=tokens_per_s, finish_in_s=phase.seconds_left(step_s))
         if number % self._log.every_steps == 0:
             self._metrics.write(
                 InnerStepEvent(

@@ -24,6 +24,7 @@ from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.leave import Leave
 from opendiloco.ledger import Ledger, Reading
 from opendiloco.outer import genesis_lineage, next_lineage, params_hash
+from opendiloco.phase import PhaseReport
 from opendiloco.report import RoundReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.simulate import SimulatedGroup
@@ -52,6 +53,7 @@ class Swarm:
         self.script = list(script)
         self.gradients: list[Tensor] = []
         self.requests: list[RoundRequest] = []
+        self.reports: list[PhaseReport] = []
         self.entered: list[Position] = []
         self.positions: list[Position] = []
         self.hashes: dict[int, str] = {}
@@ -109,8 +111,8 @@ class Swarm:
     def awaited(self) -> str:
         return "nobody"
 
-    def report(self, steps: int, *, tokens_per_s: float, finish_in_s: float) -> None:
-        pass
+    def report(self, report: PhaseReport) -> None:
+        self.reports.append(report)
 
     def committed(self, position: Position) -> None:
         self._member.committed(position)
@@ -202,6 +204,14 @@ def test_the_inner_optimizers_moments_live_on_over_rounds() -> None:
     with diloco(model, contract_of(steps=2), inner=torch.optim.AdamW(model.parameters())) as optimizer:
         train(model, optimizer, 6)
         assert [state["step"].item() for state in optimizer.state.values()] == [6.0, 6.0]
+
+
+def test_the_swarm_is_told_how_far_the_phase_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opendiloco.phase.REPORT_S", 0.0)
+    model, swarm = linear(), Swarm()
+    with diloco(model, contract_of(steps=4), swarm) as optimizer:
+        train(model, optimizer, 6)
+    assert [report.steps for report in swarm.reports] == [1, 2, 3, 1, 2]
 
 
 def test_the_inner_step_may_take_a_closure() -> None:

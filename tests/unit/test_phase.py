@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
-from opendiloco.phase import InnerPhase
+from opendiloco.phase import InnerPhase, PhaseReport
 
 
 @dataclass
@@ -49,7 +49,8 @@ def test_phase_of_fixed_length_ends_with_its_time_however_many_steps_were_done()
         phase.step()
     assert not phase.is_over
     clock.now += 30
-    assert (phase.progress, phase.schedule_step, phase.seconds_left(9.9)) == (0.5, 5, 30.0)
+    assert (phase.progress, phase.schedule_step) == (0.5, 5)
+    assert phase.report() == PhaseReport(steps=1000, tokens_per_s=0.0, finish_in_s=30.0)
     clock.now += 30
     assert phase.is_over
     assert phase.schedule_step == 9
@@ -60,10 +61,25 @@ def test_joiner_of_a_phase_of_fixed_length_is_done_with_the_others() -> None:
     clock = Clock()
     phase = phase_of(clock, deadline=60.0)
     phase.begin(since_s=45.0, is_whole=False)
-    assert phase.seconds_left(1.0) == 15.0
-    clock.now += 15
+    clock.now += 5
+    phase.step()
+    assert phase.report() == PhaseReport(steps=1, tokens_per_s=0.0, finish_in_s=10.0)
+    clock.now += 10
     assert phase.is_over
     assert phase.seconds == 15.0
+
+
+def test_progress_is_told_once_a_second_with_what_is_left() -> None:
+    clock = Clock()
+    phase = phase_of(clock, steps=10)
+    reports = []
+    for _ in range(8):
+        clock.now += 0.5
+        phase.tokens += 100
+        phase.step()
+        reports.append(phase.report())
+    assert [report is not None for report in reports] == [False, True] * 4
+    assert reports[-1] == PhaseReport(steps=8, tokens_per_s=200.0, finish_in_s=1.0)
 
 
 def test_equal_votes_are_for_whole_phases_and_tokens_count_whatever_was_done() -> None:
