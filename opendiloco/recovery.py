@@ -27,7 +27,7 @@ from opendiloco.roundlog import LogEntry
 from opendiloco.rounds import Position, Recovery
 from opendiloco.wire import WireError
 
-CHUNK_VALUES = 1 << 18
+CHUNK_VALUES = 1 << 16
 STREAMS_PER_DONOR = 2
 MAX_DONORS = 8
 MAX_ATTEMPTS = 5
