@@ -147,6 +147,7 @@ class AllReduce:
                 self._failures.setdefault(index, f"not done after {self._limit_s:g} s")
         finally:
             self._is_over = True
+            self._reducer.release()
         return self._conclude()
 
     async def serve(self, peer: str, stream: Stream) -> None:
@@ -211,6 +212,7 @@ class AllReduce:
                 digest.update(self._results[part][0])
         participants = [member for member in self.group.members if member.peer in committed]
         failures = self._reducer.failures | self._failures
+        results, self._results = self._results, {}
         return Attempt(
             verdict=decision,
             weights={member.peer: member.weight for member in participants},
@@ -218,7 +220,7 @@ class AllReduce:
             readings={member.peer: member.readings for member in participants},
             digest=digest.hexdigest(),
             parts=[part.size for part in parts],
-            payload=[self._results[part][0] for part in parts] if decision == "commit" else [],
+            payload=[results[part][0] for part in parts] if decision == "commit" else [],
             failures={self.group.members[index].peer: reason for index, reason in failures.items()},
             sent_bytes=sum(stream.sent_bytes for stream in self._streams),
             received_bytes=sum(stream.received_bytes for stream in self._streams),

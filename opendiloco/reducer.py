@@ -79,6 +79,11 @@ class Reducer:
         if self._unserved:
             await self._drop_absent_voters()
         await asyncio.gather(*(reduction.done.wait() for reduction in self._reductions))
+        self._sums = self._scratch = torch.empty(0)
+
+    def release(self) -> None:
+        """Hand over no more parts; others are served on. Their memory must not wait for the cycle collector."""
+        self._accept = _nobody
 
     async def wait_until_served(self, limit_s: float) -> None:
         """Wait, at most `limit_s` seconds, until all voters have their averages or have dropped out."""
@@ -193,3 +198,7 @@ class Reducer:
 
     def _sum_of(self, reduction: _Reduction) -> Tensor:
         return self._sums[reduction.part.start - self._first : reduction.part.stop - self._first]
+
+
+def _nobody(part: Part, encoded: memoryview, mask: bytes) -> None:
+    """Takes parts of a reduction that is over."""

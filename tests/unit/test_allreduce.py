@@ -8,6 +8,7 @@ import gc
 import math
 import socket
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -414,6 +415,23 @@ def test_voters_have_their_averages_before_followers_get_any() -> None:
     lab = Lab((1.0, 0.0, 3.0), (1.0, 0.0, 0.0), faults={"c": Fault(FrameKind.RECEIVED, 11, look_at_the_follower)})
     assert check_commits(lab, lab.run()) == ["a", "b"]
     assert seen == [0]
+
+
+def test_memory_of_an_all_reduce_that_is_over_does_not_wait_for_the_collector() -> None:
+    """Vectors of the size of the model would pile up, one or two for each round."""
+    lab = Lab((1.0, 2.0, 0.0), (0.5, 0.5, 0.0))
+    gc.collect()
+    gc.disable()
+    try:
+        lab.run()
+        members = [weakref.ref(member) for member in lab.members.values()]
+        reducers = [weakref.ref(member._reducer) for member in lab.members.values()]
+        lab.members.clear()
+        lab._runs.clear()
+        lab._serving.clear()
+        assert not any(reference() for reference in (*members, *reducers))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("small_parts")
