@@ -128,12 +128,14 @@ def start_all(workers: Sequence[NoiseWorker]) -> None:
 
 
 def stop_all(workers: Sequence[NoiseWorker]) -> None:
-    """End all that were started, in order."""
-    running = [worker.popen for worker in workers if hasattr(worker, "popen")]
+    """End all that were started, and wait until their guards have cleaned up."""
+    running = [worker.popen for worker in workers if hasattr(worker, "popen") and worker.popen.poll() is None]
+    below = [process for popen in running for process in psutil.Process(popen.pid).children(recursive=True)]
     for popen in running:
         popen.terminate()
     for popen in running:
         popen.wait()
+    psutil.wait_procs(below, timeout=LIMIT_S)
 
 
 def wait_for_round(workers: Sequence[NoiseWorker], participants: int) -> int:

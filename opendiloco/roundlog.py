@@ -149,14 +149,11 @@ class RoundLog:
     def read(self, round: int) -> tuple[bytes, bytes] | None:
         """Header and payload of a round as stored, or None."""
         try:
-            data = self._path(round).read_bytes()
-        except OSError:
+            with open(self._path(round), "rb") as file:
+                magic, length = _PREFIX.unpack(file.read(_PREFIX.size))
+                return (file.read(length), file.read()) if magic == _MAGIC and length <= MAX_HEADER_BYTES else None
+        except (OSError, struct.error):
             return None
-        magic, length = _PREFIX.unpack_from(data) if len(data) >= _PREFIX.size else (b"", 0)
-        if magic != _MAGIC:
-            return None
-        start = _PREFIX.size + length
-        return data[_PREFIX.size : start], data[start:]
 
     def history(self, lineage: str) -> Iterator[tuple[int, str]]:
         """The rounds that led to `lineage`, newest first, each with the lineage that it was built on."""

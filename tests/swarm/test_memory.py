@@ -1,0 +1,35 @@
+"""How much memory a worker takes, as a multiple of its model (fp32): what docs/design.md says, whatever the round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.links import Links
+from benchmarks.noise import NoiseWorker, start_all, stop_all, wait_for_round
+
+VALUES = 10_000_000
+ROUNDS = 8
+
+
+def peaks(folder: Path, values: int) -> dict[str, int]:
+    """Of a worker that has done some rounds with another one."""
+    folder.mkdir()
+    links = Links()
+    workers = [
+        NoiseWorker(folder / f"worker-{index}", links.host(), values=values, workers=2, inner_s=0.1) for index in (0, 1)
+    ]
+    try:
+        start_all(workers)
+        while wait_for_round(workers, 2) < ROUNDS:
+            pass
+        return workers[0].peak_bytes()
+    finally:
+        stop_all(workers)
+        links.close()
+
+
+def test_peak_memory_is_the_documented_multiple_of_the_model(tmp_path: Path) -> None:
+    small, large = peaks(tmp_path / "small", 100_000), peaks(tmp_path / "large", VALUES)
+    multiples = {name: (large[name] - small[name]) / (4 * VALUES) for name in large}
+    assert 3.0 < multiples["network"] < 4.0  # of the four shared vectors it uses two, unless it gives chunks away
+    assert 6.0 < multiples["trainer"] < 7.5  # SGD here; AdamW has two more
