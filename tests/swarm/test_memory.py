@@ -8,7 +8,7 @@ from benchmarks.links import Links
 from benchmarks.noise import NoiseWorker, start_all, stop_all, wait_for_round
 
 VALUES = 10_000_000
-ROUNDS = 8
+ROUNDS = 4
 
 
 def peaks(folder: Path, values: int) -> dict[str, int]:
