@@ -78,11 +78,12 @@ set_up() {
 
 run_tests() {
     cd -- "$root"
+    unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile everything again
     if (($# == 0)); then
         "$python" -m ruff format --check .
         "$python" -m ruff check .
         "$python" -m mypy
-        "$python" -m pytest -n 2 --dist loadgroup -m 'not timing' tests/faults tests/swarm tests/unit
+        "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not timing' tests/faults tests/swarm tests/unit
         set -- -m timing
     fi
     exec "$python" -m pytest "$@"

@@ -27,14 +27,12 @@ time.time = shifted
 """Run by every interpreter below; libp2p's daemon does not use the clock."""
 
 
-@pytest.mark.parametrize("jump_s", [3600, -3600])
 def test_worker_whose_clock_jumps_ends_and_says_why(
     network: Network,
     commands: Commands,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     wait_until: WaitUntil,
-    jump_s: int,
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SHIFTED_TIME)
     shift = tmp_path / "shift"
@@ -43,7 +41,6 @@ def test_worker_whose_clock_jumps_ends_and_says_why(
     other = network.peer().open()
     worker = commands.worker(other.addresses, commands.contract(rounds=100_000))
     wait_until(lambda: worker.events("round") or worker.popen.poll() is not None, "it trains")
-    shift.write_text(str(jump_s))
+    shift.write_text("3600")
     assert worker.wait(20.0) == 75
-    sign = "+" if jump_s > 0 else "-"
-    assert f"the clock of this machine has been set by {sign}3600 s: let NTP" in (worker.folder / "log.txt").read_text()
+    assert "the clock of this machine has been set by +3600 s: let NTP" in (worker.folder / "log.txt").read_text()

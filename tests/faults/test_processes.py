@@ -11,6 +11,8 @@ import psutil
 import pytest
 
 from opendiloco import guard
+from opendiloco.config import SwarmConfig
+from opendiloco.swarm import Swarm
 
 if TYPE_CHECKING:
     from support.commands import Command, Commands
@@ -63,17 +65,18 @@ def test_worker_whose_helper_is_killed_ends_and_says_why(
     wait_until(lambda: not any(path.exists() for path in left), "its sockets are gone", limit_s=ENDS_S)
 
 
-def test_the_folder_of_a_worker_in_use_is_never_taken_for_an_orphan(worker: Command, wait_until: WaitUntil) -> None:
-    folders = list(Path(tempfile.gettempdir()).glob("opendiloco-*"))
-    for folder in folders:
-        os.utime(folder, (0, 0))
-    guard_process = guard_of(worker)
-    guard_process.suspend()
-    try:
-        os.rmdir(guard.make_runtime_dir())  # which looks for orphans
-        assert all(folder.exists() for folder in folders)
-    finally:
-        guard_process.resume()
-    assert worker.popen.poll() is None
-    rounds = len(worker.events("round"))
-    wait_until(lambda: len(worker.events("round")) > rounds, "it goes on", limit_s=ENDS_S)
+def test_the_folder_of_a_peer_in_use_is_never_taken_for_an_orphan(tmp_path: Path) -> None:
+    with Swarm(SwarmConfig(), tmp_path) as peer:
+        peer.open()
+        folders = list(Path(tempfile.gettempdir()).glob("opendiloco-*"))
+        for folder in folders:
+            os.utime(folder, (0, 0))
+        (guard_process,) = (child for child in psutil.Process().children() if "opendiloco.network" in child.cmdline())
+        guard_process.suspend()
+        try:
+            os.rmdir(guard.make_runtime_dir())  # which looks for orphans
+            assert folders
+            assert all(folder.exists() for folder in folders)
+        finally:
+            guard_process.resume()
+        assert peer.runs() == []

@@ -71,7 +71,7 @@ def start(tmp_path: Path, text_file: Path) -> Iterator[Start]:
 
 
 def test_demo_goes_on_without_a_worker_that_is_killed(start: Start, wait_until: WaitUntil) -> None:
-    demo = start(rounds=4)
+    demo = start("--set", "swarm.heartbeat_s=1.0", "--set", "swarm.expiry_s=5.0", rounds=4)
     wait_until(lambda: demo.has_shown("round 1 | 3 workers"), "the first round is shown", limit_s=LIMIT_S)
     demo.worker(0).kill()  # the one whose view is shown
     assert demo.popen.wait(LIMIT_S) == 0, demo.lines

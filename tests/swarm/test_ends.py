@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from support.peers import Network, Peer
     from support.waiting import WaitUntil
 
-pytestmark = pytest.mark.xdist_group("ends")  # which share processes
-
 LEAVE_LIMIT_S = 10.0
 CLEAN_LIMIT_S = 8.0
 

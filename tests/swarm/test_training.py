@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from support.peers import Network
     from support.waiting import WaitUntil
 
-pytestmark = pytest.mark.xdist_group("training")  # which share processes
-
 WORKERS, ROUNDS, STEPS, BATCH, SEQ_LEN, VALIDATION = 3, 5, 3, 2, 32, 4
 TOKENS = STEPS * BATCH * SEQ_LEN  # of one worker in a round
 

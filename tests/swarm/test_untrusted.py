@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from support.peers import Network, Peer
 
 PROGRESS_KEY = "test.progress"
-GOOD_OFFER = {"weight": 1.0, "tokens": 1, "bandwidth": None, "gone": [], "last_group": b""}
+GOOD_OFFER = {"weight": 1.0, "tokens": 1, "readings": [], "bandwidth": None, "gone": [], "last_group": b""}
 LIES = {
     "session": "0" * 16,
     "started": 1.0,
@@ -150,11 +150,15 @@ def garbage_offers() -> Iterator[bytes]:
         ("weight", float("nan")),
         ("weight", float("inf")),
         ("weight", -1.0),
-        ("weight", 0.0),
         ("weight", "1"),
         ("tokens", -1),
         ("tokens", 2**63),
         ("tokens", 1.5),
+        ("readings", "all of it"),
+        ("readings", [{"shard": -1}]),
+        ("readings", [{"shard": 2**64}]),
+        ("readings", [{"shard": 1, "more": 1}]),
+        ("readings", [{"shard": 1}] * 33),
         ("bandwidth", float("inf")),
         ("bandwidth", -1.0),
         ("gone", "everybody"),

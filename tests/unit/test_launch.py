@@ -99,7 +99,7 @@ def test_each_form_starts_what_the_table_says(checkout: Checkout) -> None:
             "-m ruff format --check .",
             "-m ruff check .",
             "-m mypy",
-            "-m pytest -n 2 --dist loadgroup -m not timing tests/faults tests/swarm tests/unit",
+            "-m pytest -n 2 --dist loadfile --no-loadscope-reorder -m not timing tests/faults tests/swarm tests/unit",
             "-m pytest -m timing",
         ],
         ("test", "-k", "x"): ["-m pytest -k x"],

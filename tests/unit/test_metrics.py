@@ -33,8 +33,9 @@ from opendiloco.metrics import (
 CONTRACT = {  # keys of every kind of line, as users and scripts rely on them
     JoinEvent: "round lineage source donors received_bytes seconds_s params_hash",
     InnerStepEvent: "round inner_step global_inner_step loss lr grad_norm tokens_seen tokens_per_s",
-    RoundEvent: "round verdict participants weights lineage params_hash loss inner_steps tokens swarm_tokens inner_s "
-    "wait_s rendezvous_s allreduce_s outer_s sent_bytes received_bytes codec pseudo_gradient_norm outer_gradient_norm",
+    RoundEvent: "round verdict participants weights lineage params_hash loss inner_steps tokens shards swarm_tokens "
+    "inner_s wait_s rendezvous_s allreduce_s outer_s sent_bytes received_bytes codec pseudo_gradient_norm "
+    "outer_gradient_norm",
     EvalEvent: "round loss perplexity tokens",
     LeaveEvent: "round reason",
     WarningEvent: "message",
