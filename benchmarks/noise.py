@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -33,8 +32,6 @@ def work(folder: Path, values: int, workers: int, inner_s: float, host: dict[str
         inner=InnerConfig(steps=10),
         rounds=RoundsConfig(start_peers=workers),
     )
-    torch.nn.Linear(10, 10)(torch.ones(10)).sum().backward()  # which loads what any training loads
-    base_bytes = _peak(os.getpid())
     model = torch.nn.Linear(1000, values // 1000, bias=False)
     torch.nn.init.zeros_(model.weight)
 
@@ -66,7 +63,7 @@ def work(folder: Path, values: int, workers: int, inner_s: float, host: dict[str
         join = {"round": optimizer.round, "verdict": "join", "peer": swarm.peer_id, "time": time.time()}
         join |= {"seconds": time.monotonic() - started, "received_bytes": recovery.received_bytes}
         join |= {"full_state": recovery.full_state, "replayed": recovery.rounds_replayed}
-        print(json.dumps({**join, "donors": len(recovery.donors), "base_bytes": base_bytes}), flush=True)
+        print(json.dumps({**join, "donors": len(recovery.donors)}), flush=True)
         while True:
             time.sleep(inner_s / contract.inner.steps)
             model.weight.grad = torch.randn_like(model.weight)

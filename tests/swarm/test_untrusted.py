@@ -156,7 +156,7 @@ def garbage_offers() -> Iterator[bytes]:
         ("tokens", 1.5),
         ("readings", "all of it"),
         ("readings", [{"shard": -1}]),
-        ("readings", [{"shard": 2**64}]),
+        ("readings", [{"shard": 2**41}]),
         ("readings", [{"shard": 1, "more": 1}]),
         ("readings", [{"shard": 1}] * 33),
         ("bandwidth", float("inf")),
