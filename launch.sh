@@ -84,7 +84,7 @@ run_tests() {
         "$python" -m ruff check .
         "$python" -m mypy
         "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not timing' tests/faults tests/swarm tests/unit
-        set -- -m timing
+        set -- -n 2 --dist loadfile --no-loadscope-reorder -m timing tests/faults tests/swarm
     fi
     exec "$python" -m pytest "$@"
 }

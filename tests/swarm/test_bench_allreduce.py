@@ -50,7 +50,7 @@ def test_interrupted_run_ends_everything_and_writes_nothing(tmp_path: Path) -> N
     out = tmp_path / "allreduce.jsonl"
     with start(out) as process:
         assert process.stderr is not None
-        while "repetition 1" not in process.stderr.readline():  # then all peers are up
+        while "starting 6 peers" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)

@@ -84,13 +84,6 @@ def test_model_folder_that_is_none(fail: Fail, tmp_path: Path) -> None:
     assert str(folder) in line
 
 
-def test_data_source_without_text(fail: Fail, tmp_path: Path) -> None:
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    line = fail(WRONG_SETTINGS, sets=[f"data.source=text:{empty}"])
-    assert f"data.source text:{empty}" in line or f"data.source is text:{empty}" in line
-
-
 def test_sequence_longer_than_the_data(fail: Fail, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a few words only")

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.links import Links
 from benchmarks.noise import NoiseWorker, start_all, stop_all, wait_for_round
 
-VALUES = 10_000_000
+VALUES = 5_000_000
 ROUNDS = 4
 
 

@@ -19,8 +19,9 @@ WEIGHTS = (1.0, 2.5, 1000.0)
 TOLERANCE = {"none": 1e-6, "fp16": 1e-3, "int8": 2e-2}  # relative L2: lossy twice, on the way and back
 
 
-@pytest.mark.parametrize("size", [0, 4097, 300_000])
-@pytest.mark.parametrize("codec", TOLERANCE)
+@pytest.mark.parametrize(
+    ("codec", "size"), [("none", 300_000), ("fp16", 300_000), ("int8", 300_000), ("int8", 4097), ("int8", 0)]
+)
 def test_replicas_stay_bit_identical_and_follow_the_weighted_mean(network: Network, codec: str, size: int) -> None:
     workers = network.workers(len(WEIGHTS), codec=codec, size=size)
     draw = torch.Generator().manual_seed(0)

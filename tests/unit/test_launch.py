@@ -100,7 +100,7 @@ def test_each_form_starts_what_the_table_says(checkout: Checkout) -> None:
             "-m ruff check .",
             "-m mypy",
             "-m pytest -n 2 --dist loadfile --no-loadscope-reorder -m not timing tests/faults tests/swarm tests/unit",
-            "-m pytest -m timing",
+            "-m pytest -n 2 --dist loadfile --no-loadscope-reorder -m timing tests/faults tests/swarm",
         ],
         ("test", "-k", "x"): ["-m pytest -k x"],
         ("bench", "codec", "--fast"): [f"{checkout.root}/benchmarks/bench_codec.py --fast"],
