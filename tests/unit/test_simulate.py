@@ -300,3 +300,19 @@ def test_a_simulated_worker_leaves_its_model_in_the_outer_parameters(tmp_path: P
     worker.optimizer.write_outer_parameters()
     assert all(torch.equal(value, before[name]) for name, value in worker.model.state_dict().items())
     assert events(tmp_path, NAMES[0], "leave")[0]["reason"] == "finished"
+
+
+def test_fewer_shards_than_workers_and_shards_that_end_early_cost_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(Path(argparse.__file__).read_text()[:5000])
+    contract = contract_of(rounds=4)
+    data = contract.data.model_copy(update={"shards": 2, "source": f"text:{tmp_path / 'text.txt'}"})
+    inner = contract.inner.model_copy(update={"batch_size": 16})  # 48 of about 150 sequences of a shard in a round
+    contract = contract.model_copy(update={"data": data, "inner": inner})
+    run(contract, tmp_path)
+    for name in NAMES:
+        (warning,) = events(tmp_path, name, "warning")
+        assert "has 2 shards for 3 workers, so some read the same text: raise data.shards" in warning["message"]
+    rounds = [events(tmp_path, name, "round") for name in NAMES]
+    assert [len(of_worker) for of_worker in rounds] == [4, 4, 4]
+    read = [{shard for event in of_worker for shard in event["shards"]} for of_worker in rounds]
+    assert sum(map(len, read)) == len(set.union(*read)) > 3  # leases go on, into the next passes
