@@ -22,6 +22,7 @@ DISTURBANCES: tuple[Action, ...] = ("leave", "kill", "kill", "freeze", "cut", "d
 PAUSES = (1.0, 8.0)  # seconds that a freeze or a cut lasts
 ABSENCES = (2, 10)  # rounds between a worker's end and its next start
 START_LIMIT_S = 60.0
+LEAST = 3  # workers that are there when one is ended
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Worker:
     def is_up(self) -> bool:
         return self.process is not None and self.process.is_running
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it is up and has joined the run."""
+        return self.is_up and any(event["time"] > self.started[-1] for event in self.events("join"))
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.reader.events if event["event"] == kind]
 
@@ -124,6 +130,8 @@ class Churn:
         worker = self.workers[event.worker]
         if worker.is_up == (event.action == "start") or worker.ends_at:
             return
+        if event.action in ("leave", "kill") and sum(each.is_there for each in self.workers) < LEAST:
+            return  # others are still on their way back: without anybody the run itself would be gone
         self.done.append((time.time(), event))
         process = worker.process.popen if worker.process is not None else None
         if event.action == "start":
