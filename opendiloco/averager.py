@@ -34,7 +34,7 @@ class Averager(Protocol):
         """Training begins from a state that was recovered; following: takes part from the next round on."""
 
     def wait_for_start(self) -> Future[int]:
-        """Wait until the first round may start; gives the number of workers that are there."""
+        """Wait until the first round may start; gives the number of workers that are there, 0 to catch up again."""
 
     def report(self, report: PhaseReport) -> None:
         """How far this worker's inner phase is."""

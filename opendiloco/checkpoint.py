@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,7 +29,7 @@ from opendiloco.rounds import Position
 
 _META, _OUTER, _INNER = "meta.json", "outer.safetensors", "inner.pt"
 _POSITION = ("round", "lineage", "params_hash", "tokens")
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"round-\d+", re.ASCII)
 
 logger = logging.getLogger(__name__)
@@ -90,12 +91,13 @@ class CheckpointWriter:
             torch.save({"inner": checkpoint.inner, "random": checkpoint.random}, beside / _INNER)
             meta = {
                 "format": FORMAT,
+                "files": {name: _digest(beside / name) for name in (_OUTER, _INNER)},
                 "contract": checkpoint.contract,
                 "position": {name: getattr(position, name) for name in _POSITION},
                 "ledger": position.ledger.model_dump(mode="json"),
                 "data": checkpoint.data,
             }
-            (beside / _META).write_text(json.dumps(meta))
+            (beside / _META).write_text(json.dumps({**meta, "digest": _digest_of_meta(meta)}))
             _sync(beside)
             if final.exists():
                 shutil.rmtree(final)
@@ -154,6 +156,10 @@ def _load(path: Path, resume: str, contract: str) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise _damaged(resume, path, error) from None
     try:
+        if meta.pop("digest") != _digest_of_meta(meta):
+            raise ValueError(f"{_META} is not as it was written")
+        if changed := [name for name, digest in meta["files"].items() if _digest(path / name) != digest]:
+            raise ValueError(f"{', '.join(changed)} not as written")
         outer = load_file(path / _OUTER)
         rest = torch.load(path / _INNER, weights_only=True)
         ledger = Ledger.model_validate_json(json.dumps(meta["ledger"]))
@@ -172,8 +178,21 @@ def _load(path: Path, resume: str, contract: str) -> Checkpoint:
 
 def _damaged(resume: str, path: Path, error: Exception) -> _DamagedError:
     return _DamagedError(
-        f"--resume {resume}: {path} is damaged ({type(error).__name__}): name another checkpoint, or start without"
+        f"--resume {resume}: {path} is damaged ({type(error).__name__}: {_first_line(error)}): name another "
+        f"checkpoint, or start without"
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def _digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest()
+
+
+def _digest_of_meta(meta: dict[str, Any]) -> str:
+    return blake3(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def copy_to_host(value: Any) -> Any:

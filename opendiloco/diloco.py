@@ -99,9 +99,11 @@ class DiLoCo(torch.optim.Optimizer):
         """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
         try:
             swarm.enter(contract, layout.digest, replace(self.position, params_hash=self.params_hash))
-            self.recovery = self._catch_up()
-            with self.phase.paused():
-                self.workers = self._wait(swarm.wait_for_start())
+            self.workers = 0
+            while not self.workers:  # what is there may come into sight late
+                self.recovery = self._catch_up()
+                with self.phase.paused():
+                    self.workers = self._wait(swarm.wait_for_start())
         except BaseException:
             self.finish()
             raise
@@ -149,9 +151,7 @@ class DiLoCo(torch.optim.Optimizer):
         """
         self._dropped += 1
         if self._dropped > self._contract.rounds.max_retries:
-            raise OpendilocoError(
-                f"{reason}, {self._dropped} times without a useful round in between: {BAD_NUMBERS_CURE}"
-            )
+            raise OpendilocoError(f"{reason}, {self._dropped} times and no useful round between: {BAD_NUMBERS_CURE}")
         scatter(self.outer.theta, self._parameters)
         self.phase.drop()
         self._swarm.begin_phase(following=self.phase.weight == 0)
@@ -262,7 +262,7 @@ class DiLoCo(torch.optim.Optimizer):
         store_moments(self.inner, self._parameters, *self._moments)
         self._swarm.committed(self.position)
         outer_s = time.monotonic() - started
-        self._hash = self._hasher.submit(self._hash_and_announce, self.outer.round)
+        self._hash = self._hasher.submit(self._hash_and_announce, self.round)
         self._on_round(
             self._report(
                 outcome,

@@ -13,18 +13,24 @@ from itertools import islice
 from opendiloco.ledger import MAX_READINGS, Ledger, Reading
 from opendiloco.rounds import leader_order
 
+AHEAD = 4  # shards of each participant that a newcomer leaves alone
+
 
 def choose_shard(ledger: Ledger, peer: str, *, claims: Mapping[str, Collection[int]], chosen: int) -> int:
-    """The next shard for `peer`.
+    """The next shard for `peer`: one of every so many that are free, which are its own; the next one where it is taken.
 
     Args:
         claims: shards that each live worker, `peer` included, has leased since the last round.
         chosen: how many shards `peer` has chosen since then.
     """
-    order = leader_order(str(ledger.untouched), ledger.readers or {peer, *claims})
-    turn, turns = (order.index(peer), len(order)) if peer in order else (len(order), len(order) + 1)
+    key, participants = str(ledger.untouched), ledger.readers.keys()
+    if peer in participants:
+        order, start = leader_order(key, participants), 0
+    else:  # out of the way of those who will need the next ones
+        order, start = leader_order(key, {peer, *claims} - participants), AHEAD * len(participants)
+    start += order.index(peer) + chosen * len(order)
     taken = {shard for shards in claims.values() for shard in shards}
-    return next(shard for shard in islice(ledger.free(), turn + chosen * turns, None) if shard not in taken)
+    return next(shard for shard in islice(ledger.free(), start, None, len(order)) if shard not in taken)
 
 
 def keeps(peer: str, shard: int, rivals: Iterable[str]) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_READINGS = 32
 """Shards that one worker reports in a round; more are read again by somebody."""
@@ -58,6 +58,13 @@ class Ledger(BaseModel):
     """The shards below it that have not been read to their end, by number."""
     readers: dict[PeerName, Count] = Field(default={}, max_length=MAX_OPEN)
     """The participants of the last round that read text from shards, and the one each of them is at."""
+
+    @model_validator(mode="after")
+    def _open_shards_are_some_of_those_touched(self) -> Self:
+        numbers = [reading.shard for reading in self.open]
+        if numbers != sorted(set(numbers)) or (numbers and numbers[-1] >= self.untouched):
+            raise ValueError("open shards are not in order, or nobody has touched them")
+        return self
 
     def after(self, readings: Mapping[str, Sequence[Reading]]) -> Ledger:
         """The ledger after a round in which each participant has read so far.

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from opendiloco.config import ModelConfig
-from opendiloco.errors import SettingsError
+from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.tokenizer import Tokenizer, load_saved_tokenizer
 
 INIT_STD = 0.02
@@ -130,6 +130,7 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> No
     A model folder that is there already is replaced.
     Raises:
         SettingsError: the folder holds something else than a model.
+        OpendilocoError: the disk is full or does not take it; a model that was there before is whole.
     """
     if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
         raise SettingsError(f"{folder} is not empty and holds no model that could be replaced: name another one")
@@ -144,8 +145,10 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> No
         tokenizer.save(beside)
         for name in ("config.json", "generation_config.json"):
             _edit_json(beside / name, use_cache=True, eos_token_id=tokenizer.end_id)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
+        if isinstance(error, (OSError, SafetensorError)):
+            raise OpendilocoError(f"the model cannot be written to {folder} ({error}): make room there") from None
         raise
     if folder.exists():
         os.rename(folder, replaced)

@@ -167,6 +167,8 @@ class PeerProcess:
     async def wait_for_start(self) -> int:
         """Wait until the contract's `start_peers` workers are there; returns how many workers are.
 
+        0: a swarm that is further than this worker has come into sight, and must be caught up with first.
+
         Raises:
             SettingsError: a worker of this run has another contract, model or initial parameters.
         """
@@ -174,6 +176,8 @@ class PeerProcess:
         while True:
             await presence.refresh()
             presence.check_agreement()
+            if presence.ahead() is not None:
+                return 0
             present = len(presence.outlook().candidates.keys() | {presence.peer})
             if present >= presence.contract.rounds.start_peers or presence.position.round > 0:
                 presence.has_started = True

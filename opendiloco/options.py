@@ -98,7 +98,8 @@ def spread_peers(arguments: Sequence[str]) -> list[str]:
             addresses.append(rest.pop(0))
         if not addresses:
             raise SettingsError(
-                "--peers has no address: give those of a peer, or leave --peers out to start a new swarm"
+                "--peers has no address: give those of a peer (its --address-file is there once it can be joined), or "
+                "leave --peers out to start a new swarm"
             )
         spread += [item for address in addresses for item in ("--peers", address)]
     return spread

@@ -118,7 +118,8 @@ class RoundLog:
         self._folder, self._keep = folder, keep
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".round-*"):
-            leftover.unlink()
+            if leftover.is_file():
+                leftover.unlink()
 
     def append(self, entry: LogEntry, payload: Sequence[bytes | memoryview]) -> None:
         """Store a round (one that is there already is replaced) and drop the oldest ones.

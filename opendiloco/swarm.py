@@ -149,6 +149,8 @@ class Swarm:
     def wait_for_start(self) -> Future[int]:
         """Wait until the run's first round may start; gives the number of workers that are there.
 
+        0: the swarm is further than this worker, which must catch up first.
+
         The future raises SettingsError when others of the run have another contract, model or initial parameters.
         """
         return self._caller.start("wait_for_start")

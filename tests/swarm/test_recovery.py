@@ -92,6 +92,14 @@ def test_a_joiner_takes_part_in_the_next_round(network: Network, wait_until: Wai
     assert newcomer.position == workers[0].position
 
 
+def test_a_newcomer_that_sees_the_others_late_does_not_wait_for_the_first_round(network: Network) -> None:
+    workers = network.workers(2, contract=network.contract(2), size=SIZE)
+    play_rounds(network, workers, 3)
+    newcomer = network.peers(1, workers[0].addresses)[0]
+    newcomer.enter(network.contract(2), size=SIZE, position=Position(0, ZERO, ZERO))
+    assert newcomer.wait_for_start() == 0
+
+
 def test_a_state_with_another_hash_than_the_swarm_announced_is_never_used(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -135,13 +136,29 @@ def test_what_a_killed_worker_left_half_written_is_swept_away(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["round-000001"]
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(b"{cut")
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def leave_out_a_value(path: Path) -> None:
+    meta = json.loads(path.read_text()) if path.suffix == ".json" else {}
+    path.write_text(json.dumps({**meta, "data": None}))
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, leave_out_a_value])
 @pytest.mark.parametrize("file", ["outer.safetensors", "inner.pt", "meta.json"])
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
 ) -> None:
     write(tmp_path / "checkpoints", 1)
     write(tmp_path / "checkpoints", 2)
-    (tmp_path / "checkpoints" / "round-000002" / file).write_bytes(b"{cut")
+    damage(tmp_path / "checkpoints" / "round-000002" / file)
     found = load_checkpoint("latest", tmp_path, contract="cd" * 32)
     assert found is not None
     assert found.position.round == 1

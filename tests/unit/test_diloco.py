@@ -59,6 +59,7 @@ class Swarm:
         self.hashes: dict[int, str] = {}
         self.refusal = ""
         self.ahead: tuple[Position, Tensor] | None = None
+        self.late_sight: tuple[Position, Tensor] | None = None
 
     @property
     def vectors(self) -> dict[str, Tensor]:
@@ -85,6 +86,11 @@ class Swarm:
         pass
 
     def wait_for_start(self) -> Future[int]:
+        if self.late_sight is not None:
+            self.ahead, self.late_sight = self.late_sight, None
+            future = Future[int]()
+            future.set_result(0)
+            return future
         return self._member.wait_for_start()
 
     def withdraw(self) -> None:
@@ -424,6 +430,15 @@ def test_a_worker_that_was_left_behind_goes_where_the_swarm_is(missed: int, keep
         assert torch.equal(flat(list(model.parameters())), theta - work if keeps else theta)
         assert work.abs().max() > 0
         assert [report.outcome.verdict for report in reports] == ["resync"]
+
+
+def test_a_swarm_that_comes_into_sight_late_is_caught_up_with_before_the_first_step() -> None:
+    model, swarm = linear(), Swarm()
+    there = Position(5, "ab" * 32, "", tokens=40), torch.ones(18)
+    swarm.late_sight = there
+    with diloco(model, swarm=swarm) as optimizer:
+        assert (optimizer.round, optimizer.outer.lineage, optimizer.recovery.position) == (5, "ab" * 32, there[0])
+        assert torch.equal(flat(list(model.parameters())), there[1])
 
 
 def test_the_end_of_the_network_process_ends_the_step_with_its_reason() -> None:

@@ -66,7 +66,16 @@ def test_numbers_out_of_proportion_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ['{"untouched": -1}', '{"open": [{"shard": "1"}]}', '{"readers": {"": 1}}', '{"more": 1}', "[]"]
+    "bad",
+    [
+        '{"untouched": 1, "open": [{"shard": 9}]}',
+        '{"untouched": 9, "open": [{"shard": 3}, {"shard": 3}]}',
+        '{"untouched": -1}',
+        '{"open": [{"shard": "1"}]}',
+        '{"readers": {"": 1}}',
+        '{"more": 1}',
+        "[]",
+    ],
 )
 def test_a_malformed_ledger_is_refused(bad: str) -> None:
     with pytest.raises(ValidationError):
@@ -83,6 +92,17 @@ def test_workers_that_know_the_same_ledger_never_choose_the_same_shard() -> None
     assert sorted(chosen) == list(range(3, 33))
 
 
+@given(st.sets(st.integers(0, 30)), st.integers(2, 5), st.integers(0, 3))
+def test_claims_of_others_never_drive_two_participants_together(foreign: set[int], count: int, chosen: int) -> None:
+    """Somebody who died or has just come holds any of the free shards."""
+    names = [f"reader {index}" for index in range(count)]
+    ledger = Ledger().after({name: (at(2 * index, 1),) for index, name in enumerate(names)})
+    claims = {"other": sorted(foreign), **{name: [2 * index] for index, name in enumerate(names)}}
+    found = [choose_shard(ledger, name, claims=claims, chosen=chosen) for name in names]
+    assert len(set(found)) == count
+    assert not set(found) & foreign
+
+
 def test_workers_that_start_together_begin_with_different_shards() -> None:
     names = ["a", "b", "c", "d"]
     first = [Leases(name).lease(None, Ledger(), {other: () for other in names if other != name}) for name in names]
@@ -92,7 +112,9 @@ def test_workers_that_start_together_begin_with_different_shards() -> None:
 def test_a_latecomer_leaves_alone_what_the_others_have_leased() -> None:
     ledger = Ledger().after({"a": (at(0, 1),), "b": (at(1, 1),)})
     claims = {"a": [0, 3], "b": [1, 2, 4]}
-    assert Leases("late").lease(None, ledger, claims).shard == 5
+    late = Leases("late").lease(None, ledger, claims).shard
+    assert late not in {*claims["a"], *claims["b"]}
+    assert late not in {choose_shard(ledger, peer, claims=claims, chosen=1) for peer in "ab"}
 
 
 def test_of_two_with_one_shard_exactly_one_moves_on() -> None:

@@ -14,7 +14,7 @@ from blake3 import blake3
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 
 from opendiloco.config import ModelConfig
-from opendiloco.errors import SettingsError
+from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.model import (
     PRESETS,
     build_model,
@@ -226,7 +226,7 @@ def test_failed_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("disk full")
 
     monkeypatch.setattr(new, "save_pretrained", half)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OpendilocoError, match=r"cannot be written to .*/model \(disk full\): make room"):
         save_model(new, BYTES, folder)
     assert digest(load_model(folder)[0]) == digest(old)
     assert [f.name for f in tmp_path.iterdir()] == ["model"]
