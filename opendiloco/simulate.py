@@ -58,7 +58,7 @@ def simulate(contract: Contract, compute: ComputeConfig, names: Sequence[str], o
             folder = out / name
             folder.mkdir(parents=True, exist_ok=True)
             with MetricsLog(folder / "metrics.jsonl", name) as metrics:
-                worker = Worker(settings, group.member(name), metrics)
+                worker = Worker(settings, group.member(name), metrics, name=name)
                 worker.train()
             return worker
         except BaseException:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +37,17 @@ from opendiloco.tokens import training_stream, validation_batches
 logger = logging.getLogger(__name__)
 
 
+class _Named(logging.LoggerAdapter[logging.Logger]):
+    """A logger of one worker among several in a process, which says whose lines they are."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logger)
+        self._prefix = f"{name}: " if name else ""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return self._prefix + msg, kwargs
+
+
 class Worker:
     """A replica, its data and its optimizer in a run. `swarm` is the real one, or a simulated one."""
 
@@ -45,6 +57,7 @@ class Worker:
         swarm: Averager,
         metrics: MetricsLog,
         *,
+        name: str = "",
         leaving: Callable[[], bool] = lambda: False,
         display: Display | None = None,
         checkpoint: Checkpoint | None = None,
@@ -53,13 +66,14 @@ class Worker:
         """Build everything and enter the run.
 
         Args:
+            name: what its log lines begin with, where it is not alone in its process.
             checkpoint: where to go on.
             writer: takes this worker's checkpoints.
         """
         started = time.monotonic()
         self.contract, self._compute, self._log = settings.contract, settings.peer.compute, settings.peer.log
         self._metrics, self._leaving, self._display = metrics, leaving, display
-        self._swarm = swarm
+        self._swarm, self._logger = swarm, _Named(name)
         self._device = choose_device(self._compute)
         contract = self.contract
         self.tokenizer = load_tokenizer(contract.data.tokenizer)
@@ -161,7 +175,7 @@ class Worker:
         self._phase_started = time.monotonic()
 
     def _warn(self, message: str) -> None:
-        logger.warning(message)
+        self._logger.warning(message)
         self._metrics.write(WarningEvent(message=message))
 
     def _report_step(self, result: InnerStepResult, *, lr: float, step: int, number: int, round: int) -> None:
@@ -212,8 +226,9 @@ class Worker:
         self._metrics.write(event)
         if self._display is not None:
             self._display.round(event, live=report.outcome.live)
-        line = round_line(event, live=report.outcome.live, reason=report.outcome.reason)
-        logger.log(logging.WARNING if event.verdict in ("retry", "skip") else logging.INFO, line)
+        has_vote = self._swarm.peer_id in event.participants
+        line = round_line(event, live=report.outcome.live, reason=report.outcome.reason, has_vote=has_vote)
+        self._logger.log(logging.WARNING if event.verdict in ("retry", "skip") else logging.INFO, line)
 
     def _evaluate(self) -> None:
         """Validation loss of the outer parameters, which the model holds between two rounds."""
@@ -226,7 +241,7 @@ class Worker:
         self._metrics.write(event)
         if self._display is not None:
             self._display.evaluation(loss)
-        logger.info("round %d | validation loss %.4f | perplexity %.2f", event.round, loss, event.perplexity)
+        self._logger.info("round %d | validation loss %.4f | perplexity %.2f", event.round, loss, event.perplexity)
 
     def _checkpoint(self, *, leaving: bool = False) -> None:
         """Begin to write a checkpoint, if one is due: every few rounds, and of the last round when leaving."""
@@ -263,16 +278,16 @@ class Worker:
             )
         )
         if recovery.donors:
-            logger.info(
-                "joined at round %d, inner step %d: %.1f MB from %d donors, %d rounds replayed",
+            self._logger.info(
+                "joined at round %d, inner step %d: %.1f MB, donors: %d, rounds replayed: %d",
                 optimizer.round,
                 optimizer.phase.steps,
                 recovery.received_bytes / 1e6,
                 len(recovery.donors),
                 recovery.rounds_replayed,
             )
-        logger.info(
-            "run %s: %d workers | %s, %.2f M parameters | %d rounds of %d inner steps | replica %s",
+        self._logger.info(
+            "run %s | workers: %d | %s, %.2f M parameters | %d rounds of %d inner steps | replica %s",
             self.contract.run.id,
             optimizer.workers,
             self.contract.model.name,
