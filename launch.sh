@@ -83,7 +83,8 @@ run_tests() {
         "$python" -m ruff format --check .
         "$python" -m ruff check .
         "$python" -m mypy
-        "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not timing' tests/faults tests/swarm tests/unit
+        "$python" -m pytest -n 2 tests/unit
+        "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not timing' tests/faults tests/swarm
         set -- -n 2 --dist loadfile --no-loadscope-reorder -m timing tests/faults tests/swarm
     fi
     exec "$python" -m pytest "$@"

@@ -137,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; the exit code does not depend on the bars."""
     options = _parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves in order, too
+    for number in (signal.SIGINT, signal.SIGTERM):  # leave in order, also where a shell had them ignored
+        signal.signal(number, signal.default_int_handler)
     cells: list[Cell] = []
     try:
         for workers, values in itertools.product(options.workers, options.values):

@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mbit", type=float, default=20.0, metavar="R", help="of each link, each way (default 20)")
     parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "join.jsonl")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves in order, too
+    for number in (signal.SIGINT, signal.SIGTERM):  # leave in order, also where a shell had them ignored
+        signal.signal(number, signal.default_int_handler)
     links = Links()
     try:
         with tempfile.TemporaryDirectory(prefix="join-") as temporary:

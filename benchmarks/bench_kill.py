@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments (default 0)")
     parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "kill.jsonl")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves in order, too
+    for end in (signal.SIGINT, signal.SIGTERM):  # leave in order, also where a shell had them ignored
+        signal.signal(end, signal.default_int_handler)
     draw, links, trials = random.Random(options.seed), Links(), list[dict[str, Any]]()
     moved = 4 * options.values * (options.workers - 1) // options.workers  # both ways, int8
     with tempfile.TemporaryDirectory(prefix="kill-") as temporary:

@@ -201,7 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines to add the record to")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep the workers' folders there")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves in order, too
+    for number in (signal.SIGINT, signal.SIGTERM):  # leave in order, also where a shell had them ignored
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

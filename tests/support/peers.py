@@ -42,6 +42,7 @@ IGNORED_WARNINGS = (
     "ignore:path is deprecated:DeprecationWarning",  # hivemind starts its daemon with an old importlib.resources
     # a peer of this process that ends leaves its streams to the garbage collector, as the end of a process would
     "ignore:Exception ignored in. <function StreamWriter.__del__:pytest.PytestUnraisableExceptionWarning",
+    "ignore:unclosed resource <UnixTransport:ResourceWarning",  # to a daemon that was killed
 )
 
 
