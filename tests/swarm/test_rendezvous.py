@@ -172,8 +172,9 @@ def test_workers_of_two_lineages_never_average_together_and_the_heavier_one_wins
     contract = network.contract(2, grace=LONG_S)
     bootstrap = network.peer().open()
     pairs = [network.peers(2, bootstrap.addresses) for _ in range(2)]
-    for pair, lineage, tokens in zip(pairs, ("a" * 64, "b" * 64), (31, 30), strict=True):
-        network.enter(pair, contract, position=Position(3, lineage, "0" * 64, tokens))
+    network.enter(pairs[0], contract, position=Position(3, "a" * 64, "0" * 64, 31))
+    for peer in pairs[1]:
+        peer.enter(contract, position=Position(3, "b" * 64, "0" * 64, 30))
     heavier, lighter = [arrive(pair) for pair in pairs]
     assert all(set(outcome.weights) == ids(pairs[0]) for outcome in results(heavier))
     assert all((outcome.verdict, outcome.weights) == ("resync", {}) for outcome in results(lighter))
