@@ -86,6 +86,11 @@ class Peer:
         """Where this worker reads on."""
         return self._network.run(self.process.lease(at))
 
+    def gathers(self, other: Peer) -> bool:
+        """Whether another worker waits for its group here."""
+        lobby = self.process._participation._rendezvous._lobby
+        return lobby is not None and other.peer_id in lobby._arrivals
+
     def leased_by_others(self) -> list[int]:
         """Shards of the text that it knows to be other workers'."""
         return [shard for shards in self.process._presence.claims().values() for shard in shards]

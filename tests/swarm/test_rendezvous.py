@@ -123,14 +123,16 @@ def test_last_one_standing_goes_on_alone(network: Network) -> None:
     assert set(outcome.weights) == ids(workers[:1])
 
 
-def test_follower_takes_the_round_together_with_the_others(network: Network) -> None:
+def test_follower_takes_the_round_together_with_the_others(network: Network, wait_until: WaitUntil) -> None:
     workers = network.workers(3, grace=LONG_S, size=5000)
     for round in range(3):
         for peer in workers:
             peer.vectors["pseudo_gradient"].normal_()
         follower = workers[round]
         others = [peer for peer in workers if peer is not follower]
-        outcomes = results([follower.average(0.0), *arrive(others)])
+        following = follower.average(0.0)
+        wait_until(lambda: any(peer.gathers(follower) for peer in others), "it waits at the leader")  # noqa: B023
+        outcomes = results([following, *arrive(others)])
         assert all((outcome.verdict, set(outcome.weights)) == ("commit", ids(others)) for outcome in outcomes)
         assert len({outcome.lineage for outcome in outcomes}) == 1
         averages = [peer.vectors["average"] for peer in workers]
