@@ -87,9 +87,12 @@ class Peer:
         return self._network.run(self.process.lease(at))
 
     def gathers(self, other: Peer) -> bool:
-        """Whether another worker waits for its group here."""
-        lobby = self.process._participation._rendezvous._lobby
-        return lobby is not None and other.peer_id in lobby._arrivals
+        """Whether another worker waits for its group here, and this one is to lead it."""
+        rendezvous = self.process._participation._rendezvous
+        lobby = rendezvous._lobby
+        if lobby is None or other.peer_id not in lobby._arrivals:
+            return False
+        return rendezvous._leader(lobby.key) == self.peer_id
 
     def leased_by_others(self) -> list[int]:
         """Shards of the text that it knows to be other workers'."""

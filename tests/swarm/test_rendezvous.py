@@ -123,6 +123,15 @@ def test_last_one_standing_goes_on_alone(network: Network) -> None:
     assert set(outcome.weights) == ids(workers[:1])
 
 
+def all_know(workers: Sequence[Peer], follower: Peer) -> bool:
+    others = [peer for peer in workers if peer is not follower]
+    return (
+        all(peer.awaits(other) for peer in workers for other in others if peer is not other)
+        and not any(peer.awaits(follower) for peer in others)
+        and any(peer.gathers(follower) for peer in others)
+    )
+
+
 def test_follower_takes_the_round_together_with_the_others(network: Network, wait_until: WaitUntil) -> None:
     workers = network.workers(3, grace=LONG_S, size=5000)
     for round in range(3):
@@ -131,7 +140,7 @@ def test_follower_takes_the_round_together_with_the_others(network: Network, wai
         follower = workers[round]
         others = [peer for peer in workers if peer is not follower]
         following = follower.average(0.0)
-        wait_until(lambda: any(peer.gathers(follower) for peer in others), "it waits at the leader")  # noqa: B023
+        wait_until(lambda: all_know(workers, follower), "all know who follows, and it waits at the leader")  # noqa: B023
         outcomes = results([following, *arrive(others)])
         assert all((outcome.verdict, set(outcome.weights)) == ("commit", ids(others)) for outcome in outcomes)
         assert len({outcome.lineage for outcome in outcomes}) == 1
