@@ -178,14 +178,17 @@ def test_newcomer_is_in_the_first_round_it_is_there_for(network: Network) -> Non
     assert all(set(outcome.weights) == ids([*workers, newcomer]) for outcome in outcomes)
 
 
-def test_workers_of_two_lineages_never_average_together_and_the_heavier_one_wins(network: Network) -> None:
+def test_workers_of_two_lineages_never_average_together_and_the_heavier_one_wins(
+    network: Network, wait_until: WaitUntil
+) -> None:
     """Also the arrivals of one lineage come to the leaders of the other one's rounds: all are on one DHT."""
     contract = network.contract(2, grace=LONG_S)
     bootstrap = network.peer().open()
     pairs = [network.peers(2, bootstrap.addresses) for _ in range(2)]
-    network.enter(pairs[0], contract, position=Position(3, "a" * 64, "0" * 64, 31))
-    for peer in pairs[1]:
-        peer.enter(contract, position=Position(3, "b" * 64, "0" * 64, 30))
+    for pair, lineage, tokens in zip(pairs, ("a" * 64, "b" * 64), (31, 30), strict=True):
+        for peer in pair:
+            peer.enter(contract, position=Position(3, lineage, "0" * 64, tokens))
+    wait_until(lambda: all(a.awaits(b) and b.awaits(a) for a, b in pairs), "both pairs have met")
     heavier, lighter = [arrive(pair) for pair in pairs]
     assert all(set(outcome.weights) == ids(pairs[0]) for outcome in results(heavier))
     assert all((outcome.verdict, outcome.weights) == ("resync", {}) for outcome in results(lighter))
