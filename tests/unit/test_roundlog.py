@@ -150,3 +150,10 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
         "round-1.bin.bak",
         "round-abc.bin",
     ]
+
+
+def test_leftovers_of_a_killed_worker_go_and_folders_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / ".round-00000001.bin").write_bytes(b"half")
+    (tmp_path / ".round-00000002.bin").mkdir()
+    RoundLog(tmp_path, keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == [".round-00000002.bin"]
