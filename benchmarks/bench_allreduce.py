@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import signal
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.baselines import System
-from benchmarks.common import ROOT, BenchmarkError, commit, cores, machine, versions, write_lines
+from benchmarks.common import ROOT, about, cores, cpu, run_script, write_lines
 from benchmarks.groups import Cell, measure
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -137,31 +135,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; the exit code does not depend on the bars."""
     options = _parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for number in (signal.SIGINT, signal.SIGTERM):  # leave in order, also where a shell had them ignored
-        signal.signal(number, signal.default_int_handler)
     cells: list[Cell] = []
-    try:
-        for workers, values in itertools.product(options.workers, options.values):
-            systems = QUICK_SYSTEMS if options.quick else SYSTEMS
-            cells += measure(
-                systems, workers=workers, values=values, repetitions=options.repetitions, patience_s=options.patience
-            )
-    except KeyboardInterrupt:
-        print("stopped: nothing was written", file=sys.stderr)
-        return 130
-    except BenchmarkError as error:
-        print(f"bench_allreduce: {error}", file=sys.stderr)
-        return 1
-    about = {
-        "machine": machine(),
-        "versions": versions("torch", "hivemind", "opendiloco-p2p"),
-        "commit": commit(),
-        "time": time.time(),
-    }
+    for workers, values in itertools.product(options.workers, options.values):
+        systems = QUICK_SYSTEMS if options.quick else SYSTEMS
+        cells += measure(
+            systems, workers=workers, values=values, repetitions=options.repetitions, patience_s=options.patience
+        )
+    facts = about()
     if options.out is not None:
-        write_lines(options.out, [{**to_record(cell, cells), **about} for cell in cells])
-    host = machine()
-    title = f"All-reduce, {options.repetitions} repetitions, {host['cores']} cores of {host['cpu']}"
+        write_lines(options.out, [{**to_record(cell, cells), **facts} for cell in cells])
+    title = f"All-reduce, {options.repetitions} repetitions, {cores()} cores of {cpu()}"
     console.print(to_table(cells, title))
     console.print(
         "speed: against hivemind fp16. bytes/value: sent by one peer, * computed (2 (k - 1) / k values). "
@@ -210,4 +193,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("bench_allreduce", main)

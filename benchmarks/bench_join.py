@@ -8,7 +8,6 @@ to the one that the last of them ends with a vote.
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from benchmarks.common import ROOT, BenchmarkError, commit, machine, versions, write_lines
+from benchmarks.common import ROOT, BenchmarkError, about, run_script, write_lines
 from benchmarks.links import Links
 from benchmarks.noise import LIMIT_S, NoiseWorker, start_all, stop_all, wait_for_round
 
@@ -103,8 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mbit", type=float, default=20.0, metavar="R", help="of each link, each way (default 20)")
     parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "join.jsonl")
     options = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # leave in order, also where a shell had them ignored
-        signal.signal(number, signal.default_int_handler)
     links = Links()
     try:
         with tempfile.TemporaryDirectory(prefix="join-") as temporary:
@@ -115,9 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmark": "join",
         **{name: getattr(options, name) for name in ("workers", "joiners", "values", "inner", "mbit")},
         **result,
-        "machine": machine(),
-        "versions": versions("torch", "hivemind", "opendiloco-p2p"),
-        "commit": commit(),
+        **about(),
     }
     write_lines(options.out, [record])
     print(f"joined after {max(result['join_s']):.1f} s at worst, {max(result['join_bytes']) / 1e6:.1f} MB each")
@@ -128,4 +123,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("bench_join", main)

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from benchmarks.common import ROOT, BenchmarkError, commit, machine, versions, write_lines
+from benchmarks.common import ROOT, BenchmarkError, about, run_script, write_lines
 from benchmarks.links import Links
 from benchmarks.noise import LIMIT_S, NoiseWorker, start_all, stop_all, wait_for_round
 
@@ -68,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments (default 0)")
     parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "kill.jsonl")
     options = parser.parse_args(argv)
-    for end in (signal.SIGINT, signal.SIGTERM):  # leave in order, also where a shell had them ignored
-        signal.signal(end, signal.default_int_handler)
     draw, links, trials = random.Random(options.seed), Links(), list[dict[str, Any]]()
     moved = 4 * options.values * (options.workers - 1) // options.workers  # both ways, int8
     with tempfile.TemporaryDirectory(prefix="kill-") as temporary:
@@ -95,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "worst_s": max(seconds),
         "within_bar": within,
         "each": trials,
-        "machine": machine(),
-        "versions": versions("torch", "hivemind", "opendiloco-p2p"),
-        "commit": commit(),
+        **about(),
     }
     write_lines(options.out, [record])
     print(f"survivors had committed after {record['median_s']:.1f} s (median), {record['worst_s']:.1f} s at worst")
@@ -106,4 +102,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("bench_kill", main)

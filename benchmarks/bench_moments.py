@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 import torch
 
-from benchmarks.common import ROOT, commit, machine, versions, write_lines
+from benchmarks.common import ROOT, about, run_script, write_lines
 from opendiloco.checkpoint import Checkpoint, CheckpointWriter, load_checkpoint
 from opendiloco.codec import get_codec
 from opendiloco.config import CheckpointConfig, ComputeConfig, Contract, PeerConfig
@@ -109,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmark": "moments",
         **{name: getattr(options, name) for name in ("seeds", "before", "after", "steps")},
         "each": results,
-        "machine": machine(),
-        "versions": versions("torch", "opendiloco-p2p"),
-        "commit": commit(),
+        **about(),
     }
     write_lines(options.out, [record])
     for third in results[0]:
@@ -122,4 +120,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("bench_moments", main)

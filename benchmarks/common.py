@@ -9,15 +9,17 @@ import json
 import math
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +28,9 @@ from opendiloco import guard
 
 ROOT = Path(__file__).resolve().parents[1]
 CALL_LIMIT_S = 120.0
+LOG_TAIL = 1 << 16
 CLOSE_LIMIT_S = 5.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 QUIET_LOOK_S, QUIET_SHARE = 0.3, 0.2
 SEGMENT = 100_000
 """Values of one scale: about a parameter tensor."""
@@ -39,13 +43,27 @@ class BenchmarkError(Exception):
     """A peer process failed; the message holds the end of its log."""
 
 
+def run_script(name: str, main: Callable[[], int]) -> NoReturn:
+    """Run `main` and exit with what it returns; SIGINT and SIGTERM end it in order, with 130."""
+    for number in STOP_SIGNALS:  # also where a shell had them ignored
+        signal.signal(number, signal.default_int_handler)
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
+        print("stopped: nothing was written", file=sys.stderr)
+    except BenchmarkError as error:
+        code = 1
+        print(f"{name}: {error}", file=sys.stderr)
+    sys.exit(code)
+
+
 class PeerProcess:
     """A process that answers calls, under opendiloco's guard: whatever ends this process ends all that it started."""
 
     def __init__(self, module: str, *, threads: int, inherited: Iterable[int] = ()) -> None:
         """Run `python -m module DESCRIPTOR` with `threads` compute threads; its end of the socket is DESCRIPTOR."""
-        self.runtime_dir = guard.make_runtime_dir()
-        self._log = self.runtime_dir / "log.txt"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         ours, theirs = socket.socketpair()
         descriptors = [theirs.fileno(), *inherited]
         environment = {
@@ -53,14 +71,13 @@ class PeerProcess:
             "HIVEMIND_MEMORY_SHARING_STRATEGY": "file_descriptor",  # leaves no files in /dev/shm
             "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "TMPDIR": str(self.runtime_dir),  # the guard removes it with all that is in it
         }
-        with theirs, open(self._log, "wb") as log:
+        with theirs:
             self._guard = subprocess.Popen(
-                guard.guard_command(self.runtime_dir, [sys.executable, "-m", module, str(theirs.fileno())]),
+                guard.guard_command([sys.executable, "-m", module, str(theirs.fileno())]),
                 stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
+                stdout=self._log,
+                stderr=self._log,
                 pass_fds=descriptors,
                 env={**os.environ, **environment},
                 start_new_session=True,  # Ctrl-C reaches the benchmark only
@@ -107,12 +124,26 @@ class PeerProcess:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         self._guard.wait()
+        self._log.close()
 
     def _log_tail(self) -> str:
-        try:
-            return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-        except OSError:
-            return "(no log)"
+        end = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), LOG_TAIL, max(0, end - LOG_TAIL))
+        return "\n".join(tail.decode(errors="replace").splitlines()[-15:])
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put SIGINT and SIGTERM off to the end of the block, which may begin or end what must not be left halfway."""
+    came: list[int] = []
+    previous = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def answer_calls(connection: Connection, handler: object) -> None:
@@ -162,17 +193,18 @@ def compare(results: Sequence[Tensor], exact: Tensor) -> tuple[float, float]:
 # --- facts ------------------------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, object]:
-    """Processor, cores and memory of this machine."""
+def _machine() -> dict[str, object]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu(), "cores": cores(), "memory_gib": round(memory / 2**30)}
+
+
+def cpu() -> str:
+    """The processor's name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-        else:
-            model = platform.machine()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": model, "cores": cores(), "memory_gib": round(memory / 2**30)}
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def cores() -> int:
@@ -196,12 +228,18 @@ def wait_until_quiet(limit_s: float) -> None:
             return
 
 
-def versions(*packages: str) -> dict[str, str]:
-    """Python's version and those of `packages`."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in packages}}
+def about() -> dict[str, object]:
+    """What a result depends on: machine, versions, commit; and when it was."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "hivemind", "opendiloco-p2p")}
+    return {
+        "machine": _machine(),
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": _commit(),
+        "time": time.time(),
+    }
 
 
-def commit() -> str:
+def _commit() -> str:
     """Commit of the working tree, with `+changes` when there are any; `unknown` outside a repository."""
 
     def git(*arguments: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from benchmarks.common import (
     cores,
     exact_mean,
     fill,
+    uninterrupted,
     wait_until_quiet,
 )
 from opendiloco.shared import create_shared_memory, map_vectors
@@ -105,8 +105,9 @@ class Team:
         """Start the processes."""
         for index in range(self.cell.workers):
             threads = max(1, cores() // self.cell.workers)
-            peer = PeerProcess("benchmarks.baselines", threads=threads, inherited=[self._memory])
-            self._peers.append(peer)
+            with uninterrupted():
+                peer = PeerProcess("benchmarks.baselines", threads=threads, inherited=[self._memory])
+                self._peers.append(peer)
             peer.send("place", Place(self.cell.system, index, self.cell.workers, self.cell.values, self._memory))
 
     def join(self) -> None:
@@ -203,15 +204,12 @@ def measure(systems: Sequence[System], *, workers: int, values: int, repetitions
 
 
 def _close(teams: Sequence[Team], memory: int) -> None:
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with uninterrupted():
         for team in teams:
             team.hang_up()
         for team in teams:
             team.close()
         os.close(memory)
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _say(line: str) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -23,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
 from benchmarks.churn import Churn, Event, Worker, plan
-from benchmarks.common import commit, machine, versions, write_lines
+from benchmarks.common import about, run_script, write_lines
 from opendiloco.config import Contract
 from opendiloco.settings import write_toml
 
@@ -201,13 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines to add the record to")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep the workers' folders there")
     options = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # leave in order, also where a shell had them ignored
-        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         record = run(options, folder)
-    record |= {"machine": machine(), "versions": versions("torch", "hivemind", "opendiloco-p2p"), "commit": commit()}
+    record |= about()
     print(json.dumps(record, indent=1))
     if options.out is not None:
         earlier = options.out.read_text().splitlines() if options.out.exists() else []
@@ -216,6 +212,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    run_script("soak", main)

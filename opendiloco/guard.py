@@ -1,11 +1,12 @@
 """Owner of a worker's helper processes: when the worker is gone, for whatever reason, so are they.
 
-The trainer starts this file as a script (`python guard.py RUNTIME_DIR COMMAND...`) in a session of its own and
-holds the write end of the guard's standard input. The guard runs COMMAND (the network process, which in turn starts
-libp2p's daemon) and becomes the subreaper of everything below it. The end of standard input - an orderly close or a
-kill -9 of the trainer - makes it stop COMMAND; the end of COMMAND makes it kill what COMMAND left behind. Last it
-removes RUNTIME_DIR with the sockets in it; locks held by inherited descriptors last until then. Only the standard
-library is used, so that it is up in milliseconds.
+The trainer starts this file as a script (`python guard.py COMMAND...`) in a session of its own and holds the write
+end of the guard's standard input. The guard makes a runtime folder, where COMMAND (the network process, which in turn
+starts libp2p's daemon) finds it as its temporary folder, and becomes the subreaper of everything below it. The end of
+standard input - an orderly close or a kill -9 of the trainer - makes it stop COMMAND; the end of COMMAND makes it kill
+what COMMAND left behind. Last it removes the runtime folder with the sockets in it; locks held by inherited
+descriptors last until then. Nobody else makes anything that would have to be removed: an owner may be killed at any
+moment. Only the standard library is used, so that it is up in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,18 +31,23 @@ FDS_VARIABLE = "OPENDILOCO_FDS"
 """Environment variable that lists the descriptors which the guard passes on to COMMAND."""
 
 
-def make_runtime_dir() -> Path:
+def guard_command(command: list[str]) -> list[str]:
+    """The command line that runs `command` under a guard."""
+    return [sys.executable, "-I", "-S", __file__, *command]
+
+
+def runtime_dir() -> Path:
+    """The folder that is removed after this process, when that is one below a guard."""
+    return Path(os.environ["TMPDIR"])
+
+
+def _make_runtime_dir() -> Path:
     """A private folder (mode 700) with a short path: unix sockets allow about 100 characters."""
     parent = tempfile.gettempdir()
     if len(parent) > 40:
         parent = "/tmp"
     _remove_orphans(Path(parent))
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-
-
-def guard_command(runtime_dir: Path, command: list[str]) -> list[str]:
-    """The command line that runs `command` under a guard."""
-    return [sys.executable, "-I", "-S", __file__, str(runtime_dir), *command]
 
 
 def _lock(runtime_dir: Path) -> int | None:
@@ -63,7 +69,7 @@ def _remove_orphans(parent: Path) -> None:
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < 60:
                 continue
             if not (folder / "lock").exists():
-                folder.rmdir()  # of a worker killed before its guard took the lock; fails on anybody else's
+                folder.rmdir()  # of a guard killed before it took the lock; fails on anybody else's
                 continue
             descriptor = _lock(folder)
             if descriptor is not None:
@@ -101,19 +107,25 @@ def _wait_for_end(child: int, owner: int) -> bool:
 
 
 def main() -> int:
-    runtime_dir, command = Path(sys.argv[1]), sys.argv[2:]
+    command = sys.argv[1:]
     owner = os.pidfd_open(os.getppid())
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # only the owner's end ends the guard; not inherited, unlike SIG_IGN
-    lock = _lock(runtime_dir)
     inherited = [int(fd) for fd in os.environ.get(FDS_VARIABLE, "").split(",") if fd]
     try:
+        folder = _make_runtime_dir()
+        lock = _lock(folder)
+    except OSError as error:
+        print(f"no folder for sockets can be made: {error.strerror}", file=sys.stderr)
+        return 1
+    try:
         kept = [lock] if lock is not None else []  # a folder is in use as long as anybody below lives
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[*inherited, *kept])
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[*inherited, *kept], env=environment)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
-        shutil.rmtree(runtime_dir, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         return 1
     if _wait_for_end(os.pidfd_open(child.pid), owner):
         if (code := child.wait()) < 0:
@@ -124,7 +136,7 @@ def main() -> int:
             child.wait(GRACE_S)
     status = child.poll()
     _kill_descendants()
-    shutil.rmtree(runtime_dir, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     if lock is not None:
         os.close(lock)
     return status if status is not None and status >= 0 else 1

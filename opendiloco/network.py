@@ -30,6 +30,7 @@ from opendiloco.connect import Host, open_stream
 from opendiloco.donor import STREAM_NAME as FETCH_STREAM
 from opendiloco.donor import Donor
 from opendiloco.groups import Groups
+from opendiloco.guard import runtime_dir
 from opendiloco.identity import Identity
 from opendiloco.leases import Leases
 from opendiloco.ledger import Reading
@@ -248,9 +249,9 @@ def _clock_offset_s() -> float:
 
 async def _run(connection: Connection, memory: int) -> None:
     """Answer the trainer's calls until it hangs up, SIGTERM comes, or the daemon ends."""
-    config, key_file, folder, runtime_dir = connection.recv()  # from the process that started this one
-    peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir, folder, memory)
-    loop, guard = asyncio.get_running_loop(), os.getppid()
+    config, key_file, folder = connection.recv()  # from the process that started this one
+    peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir(), folder, memory)
+    loop, parent = asyncio.get_running_loop(), os.getppid()
     loop.add_signal_handler(signal.SIGTERM, peer.failed.set)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # nobody would clean up without the guard
     endings = {loop.create_task(answer_calls(connection, peer)), loop.create_task(peer.failed.wait())}
@@ -260,9 +261,9 @@ async def _run(connection: Connection, memory: int) -> None:
         for ending in endings:
             ending.cancel()
         await peer.close()
-        if os.getppid() != guard:
+        if os.getppid() != parent:
             logger.error("the guard of this process has been killed: this peer ends")
-            shutil.rmtree(runtime_dir, ignore_errors=True)
+            shutil.rmtree(runtime_dir(), ignore_errors=True)
 
 
 def main() -> None:

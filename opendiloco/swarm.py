@@ -78,13 +78,12 @@ class Swarm:
 
     def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None, Path]) -> None:
         """Spawn the network process under its guard, which outlives this process just long enough to clean up."""
-        self._runtime_dir = guard.make_runtime_dir()
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), self._memory, key_lock]
         command = [sys.executable, "-m", "opendiloco.network", str(theirs.fileno()), str(self._memory)]
         with open(self._log_file, "ab") as log:
             self._guard = subprocess.Popen(
-                guard.guard_command(self._runtime_dir, command),
+                guard.guard_command(command),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -94,7 +93,7 @@ class Swarm:
             )
         theirs.close()
         connection = Connection(ours.detach())
-        connection.send((*what, self._runtime_dir))
+        connection.send(what)
         self._caller = Caller(connection, explain_end=self._explain_end)
 
     # --- the run -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +75,7 @@ def test_the_folder_of_a_peer_in_use_is_never_taken_for_an_orphan(tmp_path: Path
         (guard_process,) = (child for child in psutil.Process().children() if "opendiloco.network" in child.cmdline())
         guard_process.suspend()
         try:
-            os.rmdir(guard.make_runtime_dir())  # which looks for orphans
+            subprocess.run(guard.guard_command(["true"]), stdin=subprocess.DEVNULL, check=False)  # looks for orphans
             assert folders
             assert all(folder.exists() for folder in folders)
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,14 +33,9 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def runtime_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("opendiloco-*"))
-
-
 def folder_of(worker: Command) -> Path:
     """Where the sockets of its daemon are."""
-    (folder,) = (f for f in runtime_folders() if any(str(f) in argument for argument in guard(worker).cmdline()))
-    return folder
+    return Path(worker.network_process().environ()["TMPDIR"])
 
 
 def guard(worker: Command) -> psutil.Process:

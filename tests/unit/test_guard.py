@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from opendiloco import guard
-from opendiloco.guard import make_runtime_dir
 
 PATIENCE_S = 30.0
 FINISHED_S = 120.0  # age of a runtime folder that nobody can be just about to use
@@ -28,16 +26,15 @@ FINISHED_S = 120.0  # age of a runtime folder that nobody can be just about to u
 OWNER = """
 import os, signal, subprocess, sys
 from opendiloco import guard
-folder = guard.make_runtime_dir()
 inherited = [int(fd) for fd in sys.argv[1].split(",") if fd]
 process = subprocess.Popen(
-    guard.guard_command(folder, sys.argv[2:]),
+    guard.guard_command(sys.argv[2:]),
     stdin=subprocess.PIPE,
     pass_fds=inherited,
     env={**os.environ, guard.FDS_VARIABLE: sys.argv[1]},
     start_new_session=True,
 )
-print("owner", folder, process.pid, flush=True)
+print("owner", process.pid, flush=True)
 if sys.stdin.readline() == "fork\\n":
     copy = os.fork()
     if copy == 0:
@@ -52,9 +49,29 @@ print("status", process.wait(), flush=True)
 CHILD = """
 import subprocess, sys, os, signal
 grandchild = subprocess.Popen(["setsid", "sleep", "600"])
-print("child", os.getpid(), grandchild.pid, flush=True)
+print("child", os.environ["TMPDIR"], os.getpid(), grandchild.pid, flush=True)
 """
 STAY = "signal.pause()"
+
+# Forks what becomes a guard, says so, and waits to be killed.
+FORK_AND_WAIT = """
+import os, signal, sys
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    os.close(write)
+    os.dup2(read, 0)
+    os.execv(sys.argv[1], sys.argv[1:])
+os.close(read)
+os.write(1, b".")
+signal.pause()
+"""
+
+NO_SPACE = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @dataclass
@@ -98,8 +115,8 @@ def family(*, child: str = CHILD + STAY, fds: str = "", command: list[str] | Non
         while not {"owner", "child"} <= said.keys():
             word, *values = read_line(owner)
             said[word] = values
-        folder, guard_pid = said["owner"]
-        members = Family(owner, Path(folder), int(guard_pid), *map(int, said["child"]))
+        folder, *pids = said["child"]
+        members = Family(owner, Path(folder), *map(int, said["owner"]), *map(int, pids))
         try:
             yield members
         finally:
@@ -218,36 +235,79 @@ def test_a_lock_that_the_guard_inherited_is_held_until_all_is_cleaned_up(tmp_pat
         os.close(second)
 
 
-def test_a_command_that_cannot_be_started_leaves_no_folder() -> None:
-    folder = make_runtime_dir()
-    command = guard.guard_command(folder, [str(folder / "no such program")])
-    done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode != 0
-    left = folder.exists()
-    if left:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
-    assert not left
+def run_guard(command: list[str], temporary: Path) -> subprocess.CompletedProcess[str]:
+    read, write = os.pipe()
+    try:
+        return subprocess.run(
+            guard.guard_command(command),
+            stdin=read,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "TMPDIR": str(temporary)},
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_a_command_that_cannot_be_started_leaves_no_folder(short_tmp: Path) -> None:
+    done = run_guard([str(short_tmp / "no such program")], short_tmp)
+    assert done.returncode == 1
+    assert done.stderr == f"{short_tmp}/no such program cannot be started: No such file or directory\n"
+    assert not list(short_tmp.iterdir())
+
+
+def test_a_guard_that_can_make_no_folder_says_so(short_tmp: Path) -> None:
+    """A disk on which no byte can be written, as a full one."""
+    limited = [sys.executable, "-c", NO_SPACE, *guard.guard_command(["true"])]
+    done = subprocess.run(
+        limited, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("no folder for sockets can be made: No usable temporary directory found in")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("delay_s", [0.002 * step for step in range(30)])
+def test_an_owner_may_be_killed_at_any_moment_of_a_start(delay_s: float, short_tmp: Path) -> None:
+    """Nothing is made before there is a guard, and a guard cleans up also if its owner has gone before it is up."""
+    environment = {**os.environ, "TMPDIR": str(short_tmp)}
+    fork = [sys.executable, "-I", "-S", "-c", FORK_AND_WAIT, *guard.guard_command([sys.executable, "-c", STAY])]
+    with subprocess.Popen(fork, stdout=subprocess.PIPE, env=environment) as owner:
+        assert owner.stdout is not None
+        owner.stdout.read(1)
+        time.sleep(delay_s)  # the moment is the case
+        owner.kill()
+        assert select.select([owner.stdout], [], [], PATIENCE_S)[0], "somebody still holds the owner's output"
+        assert owner.stdout.read() == b""
+    assert not list(short_tmp.iterdir())
 
 
 # --- runtime folders -----------------------------------------------------------------------------------
 
 
-def test_a_runtime_folder_is_private_and_has_a_short_path() -> None:
-    folder = make_runtime_dir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert len(str(folder)) < 60
-    folder.rmdir()
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A temporary folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="g-") as folder:
+        yield Path(folder)
 
 
-def test_a_long_temporary_folder_is_not_used_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 40)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    folder = make_runtime_dir()
-    folder.rmdir()
-    assert len(str(folder)) < 60
+def start_of_another(temporary: Path) -> Path:
+    """What the next worker of this machine does: returns the folder that it had."""
+    command = [
+        sys.executable,
+        "-c",
+        "import os; print(os.environ['TMPDIR'], oct(os.stat(os.environ['TMPDIR']).st_mode))",
+    ]
+    done = run_guard(command, temporary)
+    folder, mode = done.stdout.split()
+    assert mode == "0o40700"
+    assert len(folder) < 60
+    assert not Path(folder).exists()
+    return Path(folder)
 
 
 def make_old(folder: Path) -> None:
@@ -255,9 +315,14 @@ def make_old(folder: Path) -> None:
     os.utime(folder, (moment, moment))
 
 
-def next_start() -> None:
-    """What the next worker of this machine does first."""
-    make_runtime_dir().rmdir()
+def test_a_runtime_folder_is_private_and_goes_with_its_guard(short_tmp: Path) -> None:
+    assert start_of_another(short_tmp).parent == short_tmp
+
+
+def test_a_long_temporary_folder_is_not_used_for_sockets(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 40)
+    long.mkdir()
+    assert start_of_another(long).parent == Path("/tmp")
 
 
 def test_the_folder_of_a_guard_that_was_killed_itself_goes_at_the_next_start() -> None:
@@ -268,42 +333,37 @@ def test_the_folder_of_a_guard_that_was_killed_itself_goes_at_the_next_start() -
         assert lost.folder.exists()
         (lost.folder / "p2p.sock").touch()
         make_old(lost.folder)
-        next_start()
+        start_of_another(lost.folder.parent)
         assert not lost.folder.exists()
 
 
 def test_the_folder_of_a_living_guard_stays_however_old_it_is() -> None:
     with family() as living:
         make_old(living.folder)
-        next_start()
+        start_of_another(living.folder.parent)
         assert living.folder.exists()
 
 
-def test_a_folder_of_a_worker_that_was_killed_before_its_guard_started_goes_too() -> None:
-    folder = make_runtime_dir()
-    make_old(folder)
-    next_start()
-    gone = not folder.exists()
-    if not gone:
-        folder.rmdir()
-    assert gone
-
-
-@pytest.mark.parametrize("content", ["notes.txt", "run/peer.toml"])
-def test_a_users_folder_with_such_a_name_stays(content: str) -> None:
-    folder = Path(tempfile.gettempdir()) / "opendiloco-results"
-    (folder / content).parent.mkdir(parents=True)
-    (folder / content).touch()
-    make_old(folder)
-    next_start()
-    assert (folder / content).exists()
-    shutil.rmtree(folder)
-
-
-def test_a_folder_that_has_just_been_made_stays() -> None:
-    folder = make_runtime_dir()
-    (folder / "lock").touch()
-    next_start()
-    assert folder.exists()
-    (folder / "lock").unlink()
-    folder.rmdir()
+@pytest.mark.parametrize(
+    ("content", "age", "stays"),
+    [
+        ([], "old", False),  # of a guard that was killed before it took the lock
+        (["lock"], "old", False),
+        (["lock", "p2p.sock"], "old", False),
+        ([], "new", True),
+        (["lock"], "new", True),
+        (["notes.txt"], "old", True),
+        (["run/peer.toml"], "old", True),
+    ],
+)
+def test_only_old_folders_of_guards_go(content: list[str], age: str, stays: bool, short_tmp: Path) -> None:
+    folder = short_tmp / "opendiloco-results"
+    folder.mkdir()
+    for name in content:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    if age == "old":
+        make_old(folder)
+    start_of_another(short_tmp)
+    assert folder.exists() == stays
+    assert not stays or all((folder / name).exists() for name in content)
