@@ -25,6 +25,8 @@ from opendiloco.wire import Stream, WireError
 
 PORT_WAIT_S = 5.0  # for the port of a predecessor that is just going
 CLOSE_LIMIT_S = 1.0
+REACH_OTHERS_S = 0.5  # for further peers, once one has answered
+REDIAL_S = 0.5
 MAX_RECONNECTS = 3  # lost peers that are tried at a time
 MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
 TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError)
@@ -53,10 +55,10 @@ class Host:
         limit_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                self.p2p = await self._start_daemon(peers, limit_s)
+                self.p2p = await self._start_daemon(limit_s)
                 self.node = await DHTNode.create(
                     p2p=self.p2p,
-                    initial_peers=peers or None,
+                    initial_peers=await self._reach(peers) or None,
                     client_mode=self._config.client_mode,
                     record_validator=SignedRecords(self._identity),
                 )
@@ -84,11 +86,11 @@ class Host:
         The DHT forgets whoever does not answer, and two halves of a torn network forget each other for good: nothing
         in it ever looks for a peer that was lost. Here each side does, a few peers at a time.
         """
-        initial = [PeerID.from_base58(Multiaddr(address)["p2p"]) for address in self._config.peers]
+        initial = {_peer_of(address): address for address in map(Multiaddr, self._config.peers)}
         everybody = {*initial, *map(PeerID.from_base58, known)} - {self.p2p.peer_id}
         lost = [peer for peer in everybody if self.node.protocol.routing_table.get(peer_id=peer) is None]
         for peer in random.sample(lost, min(len(lost), MAX_RECONNECTS)):
-            if await self.is_alive(peer):
+            if (peer not in initial or await self._dial(initial[peer])) and await self.is_alive(peer):
                 self.node.blacklist.register_success(peer)
 
     async def close(self) -> None:
@@ -105,14 +107,42 @@ class Host:
                 self.p2p._child.kill()
                 await self.p2p._child.wait()
 
-    async def _start_daemon(self, peers: Sequence[Multiaddr], limit_s: float) -> P2P:
+    async def _reach(self, peers: Sequence[Multiaddr]) -> list[Multiaddr]:
+        """Connect to all at once (the daemon by itself would do so one after the other); returns those that answer.
+
+        Tries again until one does, and waits a moment longer for others.
+        """
+        reached: list[Multiaddr] = []
+
+        async def reach(peer: Multiaddr) -> None:
+            while not await self._dial(peer):
+                await asyncio.sleep(REDIAL_S)
+            reached.append(peer)
+
+        if tasks := {asyncio.create_task(reach(peer)) for peer in peers}:
+            try:
+                _, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if others:
+                    await asyncio.wait(others, timeout=REACH_OTHERS_S)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return reached
+
+    async def _dial(self, peer: Multiaddr) -> bool:
+        try:
+            await self.p2p._client.connect(_peer_of(peer), [peer.decapsulate(f"/p2p/{peer['p2p']}")])
+        except TRANSPORT_ERRORS:
+            return False
+        return True
+
+    async def _start_daemon(self, limit_s: float) -> P2P:
         class PrivateP2P(P2P):  # type: ignore[misc]
             """Keeps its sockets in this peer's runtime folder, where the guard removes them."""
 
             _UNIX_SOCKET_PREFIX = f"/unix{self._runtime_dir}/"
 
         return await PrivateP2P.create(
-            initial_peers=peers or None,
             host_maddrs=self._config.host_maddrs,
             announce_maddrs=self._config.announce_maddrs or None,
             identity_path=str(self._identity.path),
@@ -144,6 +174,10 @@ async def open_stream(p2p: P2P, peer: str, name: str, *, silence_s: float) -> St
     except (*TRANSPORT_ERRORS, ValueError) as error:
         raise WireError(f"cannot be reached ({error or type(error).__name__})") from None
     return Stream(reader, writer, timeout_s=silence_s)
+
+
+def _peer_of(address: Multiaddr) -> PeerID:
+    return PeerID.from_base58(address["p2p"])
 
 
 def _parse_address(setting: str, address: str, *, needs_peer: bool) -> Multiaddr:

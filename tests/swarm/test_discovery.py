@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -84,6 +85,32 @@ def test_one_living_address_among_dead_ones_is_enough(network: Network, tmp_path
     first = network.peer().open()
     second = network.peer([dead_address(tmp_path), *first.addresses]).open()
     network.enter([first, second], network.contract(2))
+    network.round([first, second])
+
+
+def test_addresses_that_never_answer_do_not_hold_up_the_one_that_does(network: Network, tmp_path: Path) -> None:
+    """Machines behind a firewall, frozen ones: each costs libp2p 5 s, so one after the other would take 40 s."""
+    first = network.peer().open()
+    with contextlib.ExitStack() as stack:
+        silent = []
+        for index in range(8):
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()  # connections are made, and nothing ever comes
+            nobody = Identity.load_or_create(tmp_path / f"{index}.key").peer_id
+            silent.append(f"/ip4/127.0.0.1/tcp/{listener.getsockname()[1]}/p2p/{nobody}")
+        second = network.peer([*silent, *first.addresses], startup_timeout_s=30.0).open()
+    network.enter([first, second], network.contract(2))
+    network.round([first, second])
+
+
+def test_peer_that_comes_up_later_is_found_within_the_limit(network: Network, tmp_path: Path) -> None:
+    """Peers that are started together, in whatever order."""
+    address = dead_address(tmp_path)
+    second = network.peer([address])
+    port = address.split("/")[4]
+    first = network.peer(key_file=tmp_path / "nobody.key", host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",)).open()
+    network.enter([first, second.open()], network.contract(2))
     network.round([first, second])
 
 
