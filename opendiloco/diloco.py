@@ -48,10 +48,10 @@ class DiLoCo(torch.optim.Optimizer):
 
     Args:
         inner: any optimizer over the trainable parameters of `model`.
-        start: where to begin instead of round 0 with the model's parameters: a position and its theta, momentum and
-            (outer adam) second_moment, from a checkpoint.
+        start: where to begin instead of round 0: a checkpoint's position, theta, momentum and second_moment (adam).
         readings: what this worker has read of the text that the swarm leases to it (see `Averager.lease`).
         on_round: called with every attempt at a round, from within `step`.
+        on_replace: called when the parameters have been replaced (True: the inner optimizer's state too).
         leaving: whether the user wants to leave; asked while waiting for the swarm.
 
     Raises:
@@ -68,13 +68,14 @@ class DiLoCo(torch.optim.Optimizer):
         start: tuple[Position, Mapping[str, Tensor]] | None = None,
         readings: Callable[[], tuple[Reading, ...]] = tuple,
         on_round: Callable[[RoundReport], None] = lambda report: None,
+        on_replace: Callable[[bool], None] = lambda moments: None,
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self.param_groups, self.state = inner.param_groups, inner.state
         self._swarm, self._contract, self._on_round, self._leaving = swarm, contract, on_round, leaving
-        self._readings = readings
+        self._readings, self._on_replace = readings, on_replace
         self._parameters = trainable_parameters(model)
         layout = FlatLayout.of(model)
         self._vectors = swarm.allocate(vector_sizes(layout.numel, contract))
@@ -92,7 +93,7 @@ class DiLoCo(torch.optim.Optimizer):
         """How far they have read the text."""
         if start is not None:
             self._move_to(start[0])
-            scatter(self.outer.theta, self._parameters)
+            self._replace_parameters(self.outer.theta)
         self._dropped = 0
         self._followed: Future[RoundOutcome] | None = None
         self.phase = InnerPhase(contract)
@@ -152,7 +153,7 @@ class DiLoCo(torch.optim.Optimizer):
         self._dropped += 1
         if self._dropped > self._contract.rounds.max_retries:
             raise OpendilocoError(f"{reason}, {self._dropped} times and no useful round between: {BAD_NUMBERS_CURE}")
-        scatter(self.outer.theta, self._parameters)
+        self._replace_parameters(self.outer.theta)
         self.phase.drop()
         self._swarm.begin_phase(following=self.phase.weight == 0)
 
@@ -171,7 +172,7 @@ class DiLoCo(torch.optim.Optimizer):
 
     def write_outer_parameters(self) -> None:
         """Put theta, the outer parameters of the last committed round, into the model."""
-        scatter(self.outer.theta, self._parameters)
+        self._replace_parameters(self.outer.theta)
 
     def finish(self) -> None:
         """Wait until the last round has been hashed, and stop the thread that does it."""
@@ -180,8 +181,7 @@ class DiLoCo(torch.optim.Optimizer):
     # --- the round ---------------------------------------------------------------------------------------
 
     def _end_round(self) -> None:
-        inner_s = self.phase.seconds
-        gradient = self._vectors["pseudo_gradient"]
+        inner_s, gradient = self.phase.seconds, self._vectors["pseudo_gradient"]
         write_pseudo_gradient(self.outer.theta, self._parameters, gradient)
         norm = float(torch.linalg.vector_norm(gradient))
         if not math.isfinite(norm):
@@ -238,11 +238,10 @@ class DiLoCo(torch.optim.Optimizer):
         self._move_to(position)
         self._hash = self._hasher.submit(self._hash_and_announce, position.round)
         if late_work is not None and is_timely and position.round - before <= self._contract.rounds.max_staleness:
-            scatter(torch.sub(self.outer.theta, late_work, out=self._vectors["average"]), self._parameters)
+            goal = torch.sub(self.outer.theta, late_work, out=self._vectors["average"])
         else:
-            scatter(self.outer.theta, self._parameters)
-        if recovery.full_state:
-            load_moments(self.inner, self._parameters, *self._moments, step=position.round * self._contract.inner.steps)
+            goal = self.outer.theta
+        self._replace_parameters(goal, moments=recovery.full_state)
         is_whole = recovery.inner_step == 0 and recovery.phase_s == 0
         self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s, is_whole=is_whole)
         self._swarm.begin_phase(following=not is_whole and self._contract.outer.weighting == "uniform")
@@ -258,7 +257,7 @@ class DiLoCo(torch.optim.Optimizer):
         self.outer.lineage = outcome.lineage
         self.tokens += sum(outcome.tokens.values())
         self.ledger = self.ledger.after(outcome.readings)
-        scatter(self.outer.theta, self._parameters)
+        self._replace_parameters(self.outer.theta)
         store_moments(self.inner, self._parameters, *self._moments)
         self._swarm.committed(self.position)
         outer_s = time.monotonic() - started
@@ -305,15 +304,16 @@ class DiLoCo(torch.optim.Optimizer):
         )
 
     def _wait(self, future: Future[T]) -> T:
-        patience = time.monotonic() + PATIENCE_S
+        def remind() -> None:
+            logger.warning("round %d waits: %s", self.round + 1, self._swarm.awaited())
 
-        def say_whom_it_waits_for() -> None:
-            nonlocal patience
-            if time.monotonic() > patience:
-                logger.warning("round %d waits: %s", self.round + 1, self._swarm.awaited())
-                patience = time.monotonic() + PATIENCE_S
+        return wait_for(future, self._leaving, meanwhile=remind, every_s=PATIENCE_S)
 
-        return wait_for(future, self._leaving, meanwhile=say_whom_it_waits_for)
+    def _replace_parameters(self, values: Tensor, *, moments: bool = False) -> None:
+        scatter(values, self._parameters)
+        if moments:
+            load_moments(self.inner, self._parameters, *self._moments, step=self.round * self._contract.inner.steps)
+        self._on_replace(moments and self._moments[0].numel() > 0)
 
     def _move_to(self, position: Position) -> None:
         self.outer.round, self.outer.lineage, self.tokens = position.round, position.lineage, position.tokens

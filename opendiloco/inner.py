@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from opendiloco.config import ComputeConfig, InnerConfig
 from opendiloco.errors import SettingsError
@@ -80,8 +82,9 @@ def inner_step(
     If loss or gradient is not finite, no step is made: the caller looks at `finite`.
 
     Args:
+        model: plain, or wrapped in DistributedDataParallel: then all processes call this with the same arguments.
         optimizer: any optimizer over the model's parameters; its groups' lr is set to `lr`.
-        tokens: int64 [batch, seq_len] on any device.
+        tokens: int64 [batch, seq_len] on any device: the whole batch, of which each process takes its share.
         micro_batch_size: sequences per forward pass; 0 takes the whole batch.
         precision: bf16 runs forward and backward under autocast; parameters and gradients stay fp32.
     """
@@ -103,13 +106,38 @@ def _accumulate(
     """Add the gradient of the batch's mean loss to .grad; returns that loss."""
     tokens = tokens.to(next(model.parameters()).device, non_blocking=True)
     total = torch.zeros((), device=tokens.device)
-    for part in torch.split(tokens, micro_batch_size or len(tokens)):
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            loss = causal_lm_loss(model, part)
-        loss = loss * (len(part) / len(tokens))  # sequences are equally long: their mean is the batch's mean
-        loss.backward()  # type: ignore[no-untyped-call]
+    parts = torch.split(_share(model, tokens), micro_batch_size or len(tokens))
+    size = sum(map(len, parts))
+    for number, part in enumerate(parts, start=1):
+        with _gradients_kept_apart(model, until_last=number < len(parts)):
+            with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+                loss = causal_lm_loss(model, part)
+            loss = loss * (len(part) / size)  # sequences are equally long: their mean is the batch's mean
+            loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    return float(total)
+    return float(_mean(model, total))
+
+
+def _share(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The sequences of a batch that this process of the worker computes: all, or every so many-th."""
+    if not isinstance(model, DistributedDataParallel):
+        return tokens
+    return tokens[distributed.get_rank() :: distributed.get_world_size()]
+
+
+def _gradients_kept_apart(model: nn.Module, *, until_last: bool) -> AbstractContextManager[None]:
+    """Processes average their gradients once a batch, with the last part."""
+    if until_last and isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return nullcontext()
+
+
+def _mean(model: nn.Module, value: Tensor) -> Tensor:
+    """Of a value over the processes that train the model together."""
+    if isinstance(model, DistributedDataParallel):
+        distributed.all_reduce(value)
+        value /= distributed.get_world_size()
+    return value
 
 
 def _clip(model: nn.Module, clip_norm: float) -> float:

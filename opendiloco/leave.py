@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
@@ -21,15 +23,24 @@ class Leave(Exception):
     """The user asked this worker to leave; raised where the worker waits or is between two steps."""
 
 
-def wait_for(future: Future[T], leaving: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> T:
-    """The result of `future`, or `Leave` once `leaving` says so; `meanwhile` is called a few times a second."""
+def wait_for(
+    future: Future[T],
+    leaving: Callable[[], bool],
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+    every_s: float = math.inf,
+) -> T:
+    """The result of `future`, or `Leave` once `leaving` says so; `meanwhile` is called every so many seconds."""
+    patience = time.monotonic() + every_s
     while True:
         try:
             return future.result(POLL_S)
         except NotDone:
             if leaving():
                 raise Leave from None
-        meanwhile()
+        if time.monotonic() > patience:
+            meanwhile()
+            patience = time.monotonic() + every_s
 
 
 class LeaveRequest:

@@ -27,6 +27,13 @@ def run_worker(
     Raises:
         OpendilocoError: one line for the user, with the exit code.
     """
+    from opendiloco.ranks import Ranks
+
+    ranks = Ranks.from_environment()
+    if not ranks.is_first:
+        from opendiloco.replica import assist
+
+        return assist(ranks)
     check_folder(out)
     if settings.has_run_file or not settings.peer.swarm.peers:
         check_source(settings.contract.data)
@@ -47,11 +54,12 @@ def run_worker(
         write_addresses(address_file, swarm.addresses)
         checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
         writer = CheckpointWriter(out / "checkpoints", keep=settings.peer.checkpoint.keep)
-        with Display(settings.contract) as display, contextlib.closing(writer):
+        with Display(settings.contract) as display, contextlib.closing(writer), ranks:
             worker = Worker(
                 settings,
                 swarm,
                 metrics,
+                ranks=ranks,
                 leaving=leaving,
                 display=display,
                 checkpoint=checkpoint,

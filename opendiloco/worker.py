@@ -18,7 +18,8 @@ from opendiloco.checkpoint import Checkpoint, CheckpointWriter, copy_to_host
 from opendiloco.diloco import BAD_NUMBERS_CURE, DiLoCo
 from opendiloco.display import Display, round_line
 from opendiloco.evaluate import validation_loss
-from opendiloco.inner import InnerStepResult, choose_device, inner_step, learning_rate, make_inner_optimizer
+from opendiloco.flat import trainable_parameters
+from opendiloco.inner import InnerStepResult, inner_step, learning_rate
 from opendiloco.leave import Leave
 from opendiloco.metrics import (
     EvalEvent,
@@ -28,7 +29,9 @@ from opendiloco.metrics import (
     MetricsLog,
     WarningEvent,
 )
-from opendiloco.model import build_model, count_parameters, save_model
+from opendiloco.model import count_parameters, save_model
+from opendiloco.ranks import Prepare, Ranks, Step, TakeOptimizer, TakeParameters, check_batch
+from opendiloco.replica import build_replica
 from opendiloco.report import RoundReport, round_event
 from opendiloco.settings import Settings
 from opendiloco.tokenizer import load_tokenizer
@@ -58,6 +61,7 @@ class Worker:
         metrics: MetricsLog,
         *,
         name: str = "",
+        ranks: Ranks | None = None,
         leaving: Callable[[], bool] = lambda: False,
         display: Display | None = None,
         checkpoint: Checkpoint | None = None,
@@ -67,31 +71,36 @@ class Worker:
 
         Args:
             name: what its log lines begin with, where it is not alone in its process.
+            ranks: this worker's processes, of which this is the first.
             checkpoint: where to go on.
             writer: takes this worker's checkpoints.
         """
         started = time.monotonic()
         self.contract, self._compute, self._log = settings.contract, settings.peer.compute, settings.peer.log
         self._metrics, self._leaving, self._display = metrics, leaving, display
-        self._swarm, self._logger = swarm, _Named(name)
-        self._device = choose_device(self._compute)
+        self._swarm, self._logger, self._ranks = swarm, _Named(name), ranks or Ranks()
         contract = self.contract
+        check_batch(contract, self._ranks)
         self.tokenizer = load_tokenizer(contract.data.tokenizer)
         seed, batch_size = contract.run.seed, contract.inner.batch_size
         self._stream = training_stream(
             contract.data, self.tokenizer, seed=seed, batch_size=batch_size, lease=swarm.lease
         )
         self._validation = validation_batches(contract.data, self.tokenizer, batch_size=batch_size)
-        seq_len, vocab_size = contract.data.seq_len, self.tokenizer.vocab_size
-        self.model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=seed).to(self._device)
+        vocab_size = self.tokenizer.vocab_size
+        self._ranks.open()
+        self._ranks.give(Prepare(contract, self._compute, vocab_size))
+        self._replica = build_replica(contract, self._compute, vocab_size=vocab_size, ranks=self._ranks)
+        self.model = self._replica.model
         self._reports: list[RoundReport] = []
         self._losses: list[float] = []
         self._has_warned_of_shards = False
         self._resumed = checkpoint is not None
         self._every_rounds, self._writer = settings.peer.checkpoint.every_rounds, writer
-        inner = make_inner_optimizer(self.model, contract.inner)
+        inner = self._replica.inner
         if checkpoint is not None:
             inner.load_state_dict(checkpoint.inner)
+            self._ranks.give(TakeOptimizer(checkpoint.inner))
             self._stream.load_state_dict(checkpoint.data)
             torch.set_rng_state(checkpoint.random)
         self.optimizer = DiLoCo(
@@ -102,6 +111,7 @@ class Worker:
             start=(checkpoint.position, checkpoint.outer) if checkpoint is not None else None,
             readings=lambda: self._stream.readings,
             on_round=self._reports.append,
+            on_replace=self._hand_out_parameters,
             leaving=leaving,
         )
         self._checkpointed = self.optimizer.round
@@ -129,6 +139,12 @@ class Worker:
         """Write the outer parameters as a Hugging Face folder."""
         save_model(self.model, self.tokenizer, folder)
 
+    def _hand_out_parameters(self, moments: bool) -> None:
+        if moments:
+            self._ranks.give(TakeOptimizer(self._replica.inner.state_dict()))
+        self._ranks.give(TakeParameters())
+        self._ranks.hand_out(trainable_parameters(self.model))
+
     def _leave_if_asked(self) -> None:
         if self._leaving():
             raise Leave
@@ -140,17 +156,19 @@ class Worker:
         round, number = optimizer.round, optimizer.phase.steps + 1
         step = round * contract.inner.steps + optimizer.phase.schedule_step
         lr = learning_rate(step, config=contract.inner, total_steps=contract.run.rounds * contract.inner.steps)
-        tokens = next(self._stream).to(self._device)
+        tokens = next(self._stream)
         optimizer.count_tokens(tokens.numel())
-        result = inner_step(
-            self.model,
-            optimizer,
-            tokens,
-            config=contract.inner,
-            lr=lr,
-            micro_batch_size=self._compute.micro_batch_size,
-            precision=self._compute.precision,
-        )
+        self._ranks.give(Step(tokens, lr))
+        with self._ranks.together():
+            result = inner_step(
+                self._replica.trained,
+                optimizer,
+                tokens,
+                config=contract.inner,
+                lr=lr,
+                micro_batch_size=self._compute.micro_batch_size,
+                precision=self._compute.precision,
+            )
         if not result.finite:
             self._go_back(result, step)
             return

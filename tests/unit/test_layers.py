@@ -10,6 +10,7 @@ import opendiloco
 LAYERS = """
 errors config settings options flat codec ledger rounds leases logs metrics shared guard leave identity outer phase
 moments roundlog checkpoint text tokenizer sequences tokens model inner evaluate
+ranks replica
 membership agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
 participation channel network swarm
 averager report diloco display worker trainer simulate processes demo cli __main__ __init__

@@ -1,0 +1,177 @@
+"""The processes of one worker, started by torchrun: the first is the worker, the others compute a share of each batch.
+
+Only the first one knows the swarm, the text and the outer state; it gives the orders. All hold the same parameters and
+inner optimizer, because the gradient that each applies is that of the whole batch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from opendiloco.config import ComputeConfig, Contract
+from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.leave import Leave
+
+JOIN_LIMIT = timedelta(minutes=5)
+"""For all processes to come up, and for one that is stuck in a step."""
+ORDER_LIMIT = timedelta(days=365)
+"""Between two orders: a round may wait for the swarm as long as it takes."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Build the replica."""
+
+    contract: Contract
+    compute: ComputeConfig
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Do an inner step."""
+
+    tokens: Tensor
+    """int64 [batch, seq_len]: the whole batch."""
+    lr: float
+
+
+@dataclass(frozen=True)
+class TakeParameters:
+    """The parameters have been replaced: the first process hands out its own."""
+
+
+@dataclass(frozen=True)
+class TakeOptimizer:
+    """The inner optimizer's state has been replaced."""
+
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class End:
+    """The worker has ended."""
+
+
+Order = Prepare | Step | TakeParameters | TakeOptimizer | End
+
+
+class Ranks:
+    """The processes of this worker as one of them sees them; a worker without torchrun is one process."""
+
+    def __init__(self, index: int = 0, size: int = 1, local_index: int = 0) -> None:
+        self.index, self.size, self._local_index = index, size, local_index
+        self._control: Any = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """What torchrun says in its environment variables."""
+        size = int(environment.get("WORLD_SIZE", "1"))
+        if size == 1 or "RANK" not in environment:
+            return cls()
+        return cls(int(environment["RANK"]), size, int(environment.get("LOCAL_RANK", "0")))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the worker."""
+        return self.index == 0
+
+    def open(self) -> None:
+        """Wait for all processes.
+
+        Raises:
+            SwarmError: one of them does not come.
+        """
+        if self.size == 1 or self._control is not None:
+            return
+        with self.together():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            distributed.init_process_group(backend, timeout=JOIN_LIMIT)
+            self._control = distributed.new_group(backend="gloo", timeout=ORDER_LIMIT)
+
+    def give(self, order: Order) -> None:
+        """Have the other processes do something; they do so at once, and wait for the next order then."""
+        if self._control is not None:
+            with self.together():
+                distributed.broadcast_object_list([order], src=0, group=self._control)
+
+    def take(self) -> Order:
+        """The first process's next order."""
+        received: list[Any] = [None]
+        with self.together():
+            distributed.broadcast_object_list(received, src=0, group=self._control)
+        order: Order = received[0]
+        return order
+
+    def own_device(self, compute: ComputeConfig) -> ComputeConfig:
+        """Settings in which each process has a GPU of its own, where there are GPUs."""
+        if self.size == 1 or compute.device == "cpu" or not torch.cuda.is_available():
+            return compute
+        if compute.device.startswith("cuda:"):
+            raise SettingsError(
+                f"compute.device is {compute.device} and this worker has {self.size} processes: set it to cuda, so "
+                "that each of them takes a GPU of its own"
+            )
+        return compute.model_copy(update={"device": f"cuda:{self._local_index}"})
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The module to train with: its gradients are those of the whole batch."""
+        return DistributedDataParallel(model) if self.size > 1 else model
+
+    def hand_out(self, parameters: Sequence[Tensor]) -> None:
+        """Give all processes the first one's parameters; all call this."""
+        if self.size > 1:
+            with self.together(), torch.no_grad():
+                for parameter in parameters:
+                    distributed.broadcast(parameter, src=0)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done here needs all processes.
+
+        Raises:
+            SwarmError: one of them has ended.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self.size == 1 or isinstance(error, NotImplementedError):
+                raise
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = re.sub(r"^\[\S+\] ", "", first_line).partition(". ")[0][:200]  # without gloo's own file
+            raise SwarmError(
+                f"another of this worker's {self.size} processes has ended ({reason}): see its last lines, then start "
+                "this worker again"
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._control is None or not (kind is None or issubclass(kind, Leave)):
+            return  # in the middle of something: the others notice that this process ends
+        if self.is_first:
+            self.give(End())
+        distributed.destroy_process_group()
+
+
+def check_batch(contract: Contract, ranks: Ranks) -> None:
+    """Raise SettingsError unless a batch can be divided among the processes of a worker."""
+    if contract.inner.batch_size % ranks.size:
+        raise SettingsError(
+            f"inner.batch_size is {contract.inner.batch_size} and this worker has {ranks.size} processes: start a "
+            "number of them that divides it (torchrun --nproc_per_node)"
+        )
