@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from opendiloco.config import Contract
+from opendiloco.evaluation import EvaluationPart
 from opendiloco.ledger import Reading
 from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
@@ -44,6 +45,9 @@ class Averager(Protocol):
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """One attempt to average `pseudo_gradient` into `average`."""
+
+    def share_evaluation(self, part: EvaluationPart, peers: tuple[str, ...]) -> Future[Mapping[str, EvaluationPart]]:
+        """Tell what this worker's part of an evaluation came to; gives the parts of `peers` that come in time."""
 
     def withdraw(self) -> None:
         """Give a running `average` up, unless its all-reduce has begun; then its outcome comes soon."""

@@ -150,6 +150,14 @@ class RoundsConfig(Section):
     """Times a failed round is tried again before the worker gives up with exit code 75."""
 
 
+class EvaluationConfig(Section):
+    every_rounds: Annotated[int, Field(ge=1), Unit("outer rounds")] = 1
+    """Outer rounds between evaluations of the outer parameters; also one before the first and after the last."""
+    by: Literal["each", "one", "shared"] = "each"
+    """Who evaluates: each worker all of data.validation_sequences, one participant of the round, another each time (its
+    phase ends later by the seconds it takes), or the participants, who divide the sequences among them."""
+
+
 class Contract(Section):
     """What is equal on all peers of a run. Published on the DHT; its digest is part of every rendezvous."""
 
@@ -159,6 +167,7 @@ class Contract(Section):
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
     rounds: RoundsConfig = RoundsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
     def _unequal_steps_have_unequal_weights(self) -> Self:

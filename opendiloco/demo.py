@@ -202,12 +202,12 @@ def _summarize(workers: list[Process], events: list[list[dict[str, Any]]], round
     committed = [_committed(of_worker) for of_worker in events]
     hashes = [{event["round"]: event["params_hash"] for event in of_worker} for of_worker in committed]
     survivors = [index for index, worker in enumerate(workers) if not worker.is_lost]
+    everything = [event for of_worker in events for event in of_worker]
     fewest = min(len(hashes[index]) for index in survivors)
     reference = hashes[survivors[0]]
     identical = all(of_worker.items() <= reference.items() for of_worker in hashes)
-    evaluations = _of(events[survivors[0]], "eval")
+    evaluations = sorted(_of(everything, "eval"), key=lambda event: (event["round"], event["tokens"]))
     moved = [event["sent_bytes"] + event["received_bytes"] for of_worker in committed for event in of_worker]
-    everything = [event for of_worker in events for event in of_worker]
     tokens = sum(event["tokens"] for of_worker in committed for event in of_worker)
     elapsed_s = max(event["time"] for event in everything) - min(event["time"] for event in everything)
     console.print(f"validation loss    {evaluations[0]['loss']:.3f} before, {evaluations[-1]['loss']:.3f} after")

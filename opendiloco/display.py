@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from opendiloco.config import Contract
-from opendiloco.metrics import RoundEvent
+from opendiloco.metrics import EvalEvent, RoundEvent
 
 
 def round_line(event: RoundEvent, *, live: int, reason: str, has_vote: bool = True) -> str:
@@ -25,6 +25,14 @@ def round_line(event: RoundEvent, *, live: int, reason: str, has_vote: bool = Tr
         f"{event.verdict} {event.lineage[:6]}"
         + (f" | replica {event.params_hash[:12]}" if event.params_hash else "")
         + (f" | {reason}" if reason else "")
+    )
+
+
+def evaluation_line(event: EvalEvent) -> str:
+    """The log line of an evaluation."""
+    return (
+        f"round {event.round} | validation loss {event.loss:.4f} | perplexity {event.perplexity:.2f} | "
+        f"{event.tokens} tokens"
     )
 
 

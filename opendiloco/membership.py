@@ -8,7 +8,9 @@ owner: it is checked for type and size here, and nothing is allocated from it.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opendiloco.config import Contract, contract_from_wire, contract_to_wire
 from opendiloco.errors import SettingsError
+from opendiloco.evaluation import EvaluationPart
 from opendiloco.identity import Identity, peer_id_of, verify
 from opendiloco.ledger import MAX_READINGS
 
@@ -28,11 +31,22 @@ MAX_LIFETIME_S = 300.0
 CONTRACT_LIFETIME_S = 60.0
 CONTRACT_COPIES = 3
 READ_LIMIT_S = 10.0
+MAX_PARTS = 4  # of evaluations, in a record: whoever looks once a round misses none
 REMEMBERED_S = 3600.0
 RUNS_KEY = "opendiloco.runs"
 
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Time = Annotated[float, Field(ge=0, le=1e11)]
+
+
+class ToldPart(BaseModel):
+    """What a worker's share of an evaluation came to: see `evaluation.EvaluationPart`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    lineage: HexDigest
+    loss: float
+    tokens: Annotated[int, Field(ge=1, le=2**40)]
 
 
 class Progress(BaseModel):
@@ -63,6 +77,15 @@ class Progress(BaseModel):
     client_mode: bool
     shards: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=MAX_READINGS)]
     """Of the training text: leased to this worker for as long as the record lives; see `leases`."""
+    evaluated: Annotated[list[ToldPart], Field(max_length=MAX_PARTS)] = []
+    """Its parts of the last evaluations that several workers shared."""
+
+
+def told_after(told: Sequence[ToldPart], part: EvaluationPart) -> list[ToldPart]:
+    """What a record says of evaluations after one more; a loss that is no number is not told."""
+    if not math.isfinite(part.loss):
+        return list(told)
+    return [*told, ToldPart(lineage=part.lineage, loss=part.loss, tokens=part.tokens)][-MAX_PARTS:]
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
@@ -125,6 +148,8 @@ class Membership:
     run_id: str = ""
     view: dict[str, Progress] = field(default_factory=dict)
     """Live workers of the run by peer id, this one excluded; as of the last `refresh`."""
+    left: dict[str, Progress] = field(default_factory=dict)
+    """Workers that have just left, and what they said last."""
     own: Progress | None = None
     """This peer's own newest record as the DHT shows it."""
     known: dict[str, float] = field(default_factory=dict)
@@ -148,7 +173,8 @@ class Membership:
             elif record is not None and (peer not in self.view or record.issued >= self.view[peer].issued):
                 self.view[peer], self._expirations[peer] = record, expiration
         now = time.time()
-        for peer in [peer for peer, record in self.view.items() if record.state == "left"]:
+        self.left = {peer: record for peer, record in self.view.items() if record.state == "left"}
+        for peer in self.left:
             del self.view[peer]
             self.known.pop(peer, None)
         for peer in [peer for peer in self.view if self._expirations[peer] < now]:

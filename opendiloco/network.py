@@ -29,6 +29,7 @@ from opendiloco.config import Contract, SwarmConfig
 from opendiloco.connect import Host, open_stream
 from opendiloco.donor import STREAM_NAME as FETCH_STREAM
 from opendiloco.donor import Donor
+from opendiloco.evaluation import EvaluationPart
 from opendiloco.groups import Groups
 from opendiloco.guard import runtime_dir
 from opendiloco.identity import Identity
@@ -44,6 +45,7 @@ from opendiloco.recovery import Goal, Recoverer
 from opendiloco.rendezvous import Rendezvous
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import map_vectors
+from opendiloco.tally import gather_parts
 from opendiloco.wire import Stream
 
 logger = logging.getLogger(__name__)
@@ -218,6 +220,19 @@ class PeerProcess:
     async def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`, which is computed after the round was announced."""
         self._presence.set_params_hash(round, params_hash)
+
+    async def share_evaluation(self, part: EvaluationPart, peers: tuple[str, ...]) -> dict[str, EvaluationPart]:
+        """Tell what this worker's part of an evaluation came to; gives the parts of `peers` that have come in time."""
+        presence, membership = self._presence, self._membership
+        presence.tell(part)
+        others = [peer for peer in peers if peer != presence.peer]
+        found = await gather_parts(
+            part.lineage,
+            others,
+            records=lambda: membership.left | membership.view,
+            patience_s=2 * self._config.heartbeat_s,
+        )
+        return {presence.peer: part, **found}
 
     async def wait_for_others(self) -> None:
         """Stay until whoever took part in the last round has it: it may still need bytes from here."""

@@ -14,8 +14,9 @@ from opendiloco.agreement import check_agreement
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.connect import TRANSPORT_ERRORS
 from opendiloco.errors import SettingsError
+from opendiloco.evaluation import EvaluationPart
 from opendiloco.lobby import Candidate, Outlook
-from opendiloco.membership import Membership, Progress
+from opendiloco.membership import Membership, Progress, told_after
 from opendiloco.phase import PhaseReport
 from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key, is_heavier, joining_step
@@ -143,6 +144,11 @@ class Presence:
         if list(shards) != self._own.shards:
             self._update(shards=list(shards))
             self._in_background(self._announce())
+
+    def tell(self, part: EvaluationPart) -> None:
+        """What this worker's part of an evaluation came to."""
+        self._update(evaluated=told_after(self._own.evaluated, part))
+        self._in_background(self._announce())
 
     async def leave(self) -> None:
         """Tell the others that this worker goes."""

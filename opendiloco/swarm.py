@@ -25,6 +25,7 @@ from opendiloco import guard
 from opendiloco.channel import Caller
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
+from opendiloco.evaluation import EvaluationPart
 from opendiloco.identity import Identity
 from opendiloco.leave import Leave, wait_for
 from opendiloco.ledger import Reading
@@ -174,6 +175,10 @@ class Swarm:
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """Announce the hash of the state after `round`; does not wait."""
         self._caller.start("set_params_hash", round, params_hash)
+
+    def share_evaluation(self, part: EvaluationPart, peers: tuple[str, ...]) -> Future[Mapping[str, EvaluationPart]]:
+        """Tell what this worker's part of an evaluation came to; gives the parts of `peers` that come in time."""
+        return self._caller.start("share_evaluation", part, peers)
 
     def withdraw(self) -> None:
         """Give a running `average` up (verdict skip), unless its all-reduce has begun."""

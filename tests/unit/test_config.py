@@ -151,7 +151,10 @@ def test_wrong_override_gives_one_line_with_setting_value_and_cure(tmp_path: Pat
         ("[inner]\nstep = 3", "unknown setting inner.step in run.toml: did you mean inner.steps?"),
         ("[iner]\nsteps = 3", "unknown section iner in run.toml: did you mean inner?"),
         ("steps = 3", "unknown section steps in run.toml: write steps below a line [inner]"),
-        ("[x]\ny = 3", "unknown section x in run.toml: the sections are run, model, data, inner, outer, rounds"),
+        (
+            "[x]\ny = 3",
+            "unknown section x in run.toml: the sections are run, model, data, inner, outer, rounds, evaluation",
+        ),
         ("inner = 3", "inner is 3 in run.toml: write a line [inner] and below it KEY = VALUE"),
         ("[inner]\nsteps = 0", "inner.steps is 0 in run.toml: must be a whole number of inner steps, at least 1"),
         ("[inner]\nsteps = \n", "run.toml, line 2: Invalid value: correct the TOML there"),
