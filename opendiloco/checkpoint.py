@@ -121,20 +121,21 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("round-")))
 
 
-def load_checkpoint(resume: str, out: Path, *, contract: str) -> Checkpoint | None:
-    """The checkpoint that --resume names: a folder, or `latest` for the newest in OUT (None if there is none).
+def load_checkpoint(resume: str, out: Path, *, contract: str, option: str = "--resume") -> Checkpoint | None:
+    """The checkpoint that `option` names: a folder, or `latest` for the newest in OUT (None if there is none).
 
     A damaged one is passed over where an older one is whole.
 
     Raises:
         SettingsError: there is no such checkpoint, none is whole, or it belongs to another run contract.
     """
+    asked = f"{option} {resume}"
     if resume != "latest":
-        return _load(Path(resume), resume, contract)
+        return _load(Path(resume), asked, contract)
     found = checkpoints(out / "checkpoints")
     for older, path in reversed(list(zip([None, *found], found, strict=False))):
         try:
-            return _load(path, resume, contract)
+            return _load(path, asked, contract)
         except _DamagedError as error:
             if older is None:
                 raise
@@ -146,15 +147,13 @@ class _DamagedError(SettingsError):
     """This checkpoint cannot be read."""
 
 
-def _load(path: Path, resume: str, contract: str) -> Checkpoint:
+def _load(path: Path, asked: str, contract: str) -> Checkpoint:
     try:
         meta = json.loads((path / _META).read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise SettingsError(
-            f"--resume {resume}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN"
-        ) from None
+        raise SettingsError(f"{asked}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN") from None
     except (OSError, ValueError) as error:
-        raise _damaged(resume, path, error) from None
+        raise _damaged(asked, path, error) from None
     try:
         if meta.pop("digest") != _digest_of_meta(meta):
             raise ValueError(f"{_META} is not as it was written")
@@ -167,19 +166,18 @@ def _load(path: Path, resume: str, contract: str) -> Checkpoint:
         theirs = str(meta["contract"])
         checkpoint = Checkpoint(theirs, position, outer, rest["inner"], meta["data"], rest["random"])
     except Exception as error:  # whatever a damaged file makes the readers raise
-        raise _damaged(resume, path, error) from None
+        raise _damaged(asked, path, error) from None
     if theirs != contract:
         raise SettingsError(
-            f"--resume {resume}: {path} belongs to run contract {theirs[:12]}, this run has {contract[:12]}: "
+            f"{asked}: {path} belongs to run contract {theirs[:12]}, this run has {contract[:12]}: "
             f"use the run.toml beside it"
         )
     return checkpoint
 
 
-def _damaged(resume: str, path: Path, error: Exception) -> _DamagedError:
+def _damaged(asked: str, path: Path, error: Exception) -> _DamagedError:
     return _DamagedError(
-        f"--resume {resume}: {path} is damaged ({type(error).__name__}: {_first_line(error)}): name another "
-        f"checkpoint, or start without"
+        f"{asked}: {path} is damaged ({type(error).__name__}: {_first_line(error)}): name another checkpoint, or none"
     )
 
 

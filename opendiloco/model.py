@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,27 +124,38 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def save_model(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
+def check_model_folder(folder: Path) -> None:
+    """Raise SettingsError where a model cannot be saved, because something else is there."""
+    if folder.exists() and not folder.is_dir():
+        raise SettingsError(f"{folder} is a file: name a folder")
+    if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
+        raise SettingsError(f"{folder} is not empty and holds no model that could be replaced: name another one")
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, *, files: Mapping[str, str] | None = None
+) -> None:
     """Write a Hugging Face folder (safetensors) with its tokenizer: complete, or as if nothing happened.
 
-    A model folder that is there already is replaced.
+    A model folder that is there already is replaced. `files` are other ones that belong there: name -> text.
     Raises:
         SettingsError: the folder holds something else than a model.
         OpendilocoError: the disk is full or does not take it; a model that was there before is whole.
     """
-    if folder.exists() and not (folder / "config.json").is_file() and any(folder.iterdir()):
-        raise SettingsError(f"{folder} is not empty and holds no model that could be replaced: name another one")
+    check_model_folder(folder)
     beside = folder.with_name(f".{folder.name}.new")
     replaced = folder.with_name(f".{folder.name}.old")
     for leftover in (beside, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
-    beside.mkdir(parents=True)
     try:
+        beside.mkdir(parents=True)
         with _without_progress_bars():
             model.save_pretrained(beside)
         tokenizer.save(beside)
         for name in ("config.json", "generation_config.json"):
             _edit_json(beside / name, use_cache=True, eos_token_id=tokenizer.end_id)
+        for name, text in (files or {}).items():
+            (beside / name).write_text(text, encoding="utf-8")
     except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
         if isinstance(error, (OSError, SafetensorError)):

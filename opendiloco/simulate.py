@@ -19,6 +19,8 @@ from torch import Tensor
 
 from opendiloco.codec import Codec, get_codec
 from opendiloco.config import ComputeConfig, Contract, PeerConfig
+from opendiloco.errors import SwarmError
+from opendiloco.evaluation import EvaluationPart
 from opendiloco.leases import Leases
 from opendiloco.ledger import Reading
 from opendiloco.logs import setup_logging
@@ -40,7 +42,7 @@ def run_simulation(contract: Contract, compute: ComputeConfig, *, workers: int, 
         write_toml(out / "run.toml", contract)
         names = [f"worker-{index}" for index in range(workers)]
         finished = simulate(contract, compute, names, out)
-        finished[0].save(out / "model")
+        finished[0].save(out / "model", metrics=[out / name / "metrics.jsonl" for name in names])
     return 0
 
 
@@ -81,6 +83,9 @@ class SimulatedGroup:
         self._members = {name: SimulatedSwarm(self, name) for name in self.names}
         self._barrier = threading.Barrier(len(names), action=self._average)
         self._outcome = RoundOutcome(verdict="retry")
+        self._lock = threading.Lock()
+        self._parts: dict[str, dict[str, EvaluationPart]] = {}  # of evaluations, by lineage and name
+        self._waiting: dict[str, list[Future[Mapping[str, EvaluationPart]]]] = {}
 
     def member(self, name: str) -> SimulatedSwarm:
         """The swarm as the worker of that name sees it."""
@@ -94,6 +99,27 @@ class SimulatedGroup:
     def abort(self) -> None:
         """A member failed: let the others fail too instead of waiting for it."""
         self._barrier.abort()
+        with self._lock:
+            for future in [future for futures in self._waiting.values() for future in futures]:
+                future.set_exception(SwarmError("another worker of this process has failed"))
+            self._waiting.clear()
+
+    def share_evaluation(
+        self, name: str, part: EvaluationPart, peers: Sequence[str]
+    ) -> Future[Mapping[str, EvaluationPart]]:
+        """The parts of `peers`, once all of them are there."""
+        future: Future[Mapping[str, EvaluationPart]] = Future()
+        with self._lock:
+            parts, waiting = self._parts.setdefault(part.lineage, {}), self._waiting.setdefault(part.lineage, [])
+            parts[name] = part
+            waiting.append(future)
+            if self._barrier.broken:
+                future.set_exception(SwarmError("another worker of this process has failed"))
+            elif parts.keys() >= set(peers):
+                for each in waiting:
+                    each.set_result(parts)
+                del self._parts[part.lineage], self._waiting[part.lineage]
+        return future
 
     def _average(self) -> None:
         """The weighted mean in the order of the names, in fp32, encoded once (run by the last to arrive)."""
@@ -178,6 +204,10 @@ class SimulatedSwarm:
             average_digest=outcome.digest,
         )
         return _done(replace(outcome, lineage=lineage))
+
+    def share_evaluation(self, part: EvaluationPart, peers: tuple[str, ...]) -> Future[Mapping[str, EvaluationPart]]:
+        """As in a swarm in which no record gets lost."""
+        return self._group.share_evaluation(self.peer_id, part, peers)
 
     def withdraw(self) -> None:
         """The members of one process leave together."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 
 from opendiloco.averager import Averager
+from opendiloco.card import model_files
 from opendiloco.checkpoint import Checkpoint, CheckpointWriter, copy_to_host
 from opendiloco.diloco import BAD_NUMBERS_CURE, DiLoCo
-from opendiloco.display import Display, round_line
-from opendiloco.evaluate import validation_loss
+from opendiloco.display import Display, evaluation_line, round_line
+from opendiloco.evaluator import Evaluator
 from opendiloco.flat import trainable_parameters
 from opendiloco.inner import InnerStepResult, inner_step, learning_rate
 from opendiloco.leave import Leave
@@ -86,12 +88,18 @@ class Worker:
         self._stream = training_stream(
             contract.data, self.tokenizer, seed=seed, batch_size=batch_size, lease=swarm.lease
         )
-        self._validation = validation_batches(contract.data, self.tokenizer, batch_size=batch_size)
         vocab_size = self.tokenizer.vocab_size
         self._ranks.open()
         self._ranks.give(Prepare(contract, self._compute, vocab_size))
         self._replica = build_replica(contract, self._compute, vocab_size=vocab_size, ranks=self._ranks)
         self.model = self._replica.model
+        self._evaluator = Evaluator(
+            contract,
+            validation_batches(contract.data, self.tokenizer, batch_size=batch_size),
+            swarm,
+            precision=self._compute.precision,
+            report=self._report_evaluation,
+        )
         self._reports: list[RoundReport] = []
         self._losses: list[float] = []
         self._has_warned_of_shards = False
@@ -126,6 +134,7 @@ class Worker:
             while self.optimizer.round < self.contract.run.rounds:
                 self._leave_if_asked()
                 self._step()
+            self._evaluator.finish(self._leaving)
         except Leave:
             reason = "asked to leave"
             self._checkpoint(leaving=True)
@@ -135,9 +144,16 @@ class Worker:
         self.optimizer.write_outer_parameters()
         self._metrics.write(LeaveEvent(round=self.optimizer.round, reason=reason))
 
-    def save(self, folder: Path) -> None:
-        """Write the outer parameters as a Hugging Face folder."""
-        save_model(self.model, self.tokenizer, folder)
+    def save(self, folder: Path, *, metrics: Sequence[Path] = ()) -> None:
+        """Write the outer parameters as a Hugging Face folder; its card tells what `metrics` say, or this worker's."""
+        position = replace(self.optimizer.position, params_hash=self.optimizer.params_hash)
+        files = model_files(
+            self.contract,
+            position,
+            parameters=count_parameters(self.model),
+            metrics=metrics or [self._metrics.path],
+        )
+        save_model(self.model, self.tokenizer, folder, files=files)
 
     def _hand_out_parameters(self, moments: bool) -> None:
         if moments:
@@ -174,6 +190,7 @@ class Worker:
             return
         self._losses.append(result.loss)
         self._report_step(result, lr=lr, step=step, number=number, round=round)
+        self._evaluator.report_sums()
         if self._reports:
             outcome = self._reports[-1].outcome
             self._stream.renew(reported=self._swarm.peer_id in outcome.weights)
@@ -249,17 +266,15 @@ class Worker:
         self._logger.log(logging.WARNING if event.verdict in ("retry", "skip") else logging.INFO, line)
 
     def _evaluate(self) -> None:
-        """Validation loss of the outer parameters, which the model holds between two rounds."""
-        precision = self._compute.precision
+        """Validation of the outer parameters, which the model holds between two rounds, as far as it is due here."""
         with self.optimizer.phase.paused():
-            loss, tokens = validation_loss(
-                self.model, self._validation, precision=precision, between=self._leave_if_asked
-            )
-        event = EvalEvent(round=self.optimizer.round, loss=loss, perplexity=math.exp(min(loss, 700.0)), tokens=tokens)
+            self._evaluator.evaluate(self.model, self.optimizer.position, between=self._leave_if_asked)
+
+    def _report_evaluation(self, event: EvalEvent) -> None:
         self._metrics.write(event)
         if self._display is not None:
-            self._display.evaluation(loss)
-        self._logger.info("round %d | validation loss %.4f | perplexity %.2f", event.round, loss, event.perplexity)
+            self._display.evaluation(event.loss)
+        self._logger.info(evaluation_line(event))
 
     def _checkpoint(self, *, leaving: bool = False) -> None:
         """Begin to write a checkpoint, if one is due: every few rounds, and of the last round when leaving."""
