@@ -14,7 +14,7 @@ usage() {
                                 (default: 3 workers, 8 outer rounds, runs/demo)
 ./launch.sh test [pytest args]  format, lint, types and all tests; with arguments only pytest
 ./launch.sh bench NAME [args]   one benchmark; without NAME: their names
-./launch.sh COMMAND ...         opendiloco COMMAND: train, bootstrap, simulate, eval, generate, settings, version
+./launch.sh COMMAND ...         opendiloco COMMAND: train, bootstrap, simulate, eval, generate, export, settings, version
 
 The first call makes .venv and installs the project there, which takes some minutes.
 PYTHON=/path/to/python chooses the interpreter.

@@ -20,7 +20,11 @@ from opendiloco.options import (
     AddressFile,
     AnnounceMaddrs,
     Debug,
+    Dtype,
     EvalRun,
+    ExportCheckpoint,
+    ExportOut,
+    HfDir,
     HostMaddrs,
     Identity,
     ModelDir,
@@ -31,6 +35,8 @@ from opendiloco.options import (
     RunId,
     Set,
     SimulationOut,
+    TaskDir,
+    Tasks,
     spread_peers,
 )
 
@@ -150,16 +156,22 @@ def evaluate(
     context: typer.Context,
     model_dir: ModelDir,
     run: EvalRun = None,
+    tasks: Tasks = None,
+    task_dir: TaskDir = None,
     peer: Peer = None,
     set_: Set = None,
     debug: Debug = False,
 ) -> int:
-    """Print validation loss (nats per token) and perplexity of a model."""
+    """Print validation loss (nats per token) and perplexity of a model, or what it scores in tasks of lm-eval."""
     from opendiloco.settings import load_settings
 
     _state(context, debug)
     beside = model_dir.absolute().parent / "run.toml"
     settings = load_settings(run or (beside if beside.is_file() else None), peer, set_ or ())
+    if tasks is not None:
+        from opendiloco.harness import run_tasks
+
+        return run_tasks(model_dir, tasks, task_dir=task_dir, compute=settings.peer.compute)
     from opendiloco.evaluate import run_eval
 
     return run_eval(model_dir, settings.contract.data, compute=settings.peer.compute)
@@ -182,6 +194,22 @@ def generate(
     from opendiloco.evaluate import run_generate
 
     return run_generate(model_dir, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    out_dir: ExportOut,
+    hf_dir: HfDir,
+    checkpoint: ExportCheckpoint = None,
+    dtype: Dtype = "fp32",
+    debug: Debug = False,
+) -> int:
+    """Write a worker's outer parameters as a Hugging Face folder: weights, tokenizer, config and model card."""
+    _state(context, debug)
+    from opendiloco.export import run_export
+
+    return run_export(out_dir, hf_dir, checkpoint=checkpoint, dtype=dtype)
 
 
 @app.command("settings")

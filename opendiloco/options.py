@@ -71,6 +71,30 @@ Resume = Annotated[
     ),
 ]
 ModelDir = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face model folder.")]
+ExportOut = Annotated[
+    Path, typer.Argument(metavar="OUT_DIR", help="A worker's folder: run.toml, metrics.jsonl, checkpoints/, model/.")
+]
+HfDir = Annotated[Path, typer.Argument(metavar="HF_DIR", help="Folder to write; one that holds a model is replaced.")]
+ExportCheckpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="round-NNNNNN|PATH|latest",
+        help="Export this checkpoint. Default: the model that training ended with, else the newest whole checkpoint.",
+    ),
+]
+Dtype = Annotated[str, typer.Option(metavar="fp32|bf16|fp16", help="Number format of the weights.")]
+Tasks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TASK,TASK...",
+        help="Run these tasks of the lm-eval harness instead of the validation text. Default: none.",
+    ),
+]
+TaskDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder with task files (YAML) of your own for --tasks. Default: none."),
+]
 SimulationOut = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for metrics, log and model.")]
 EvalRun = Annotated[
     Path | None,

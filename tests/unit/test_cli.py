@@ -18,7 +18,7 @@ from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.options import spread_peers
 
 A, B, C = (f"/ip4/203.0.113.{number}/tcp/1/p2p/12D3KooW{number}" for number in range(3))
-COMMANDS = ["bootstrap", "train", "simulate", "eval", "generate", "settings", "version"]
+COMMANDS = ["bootstrap", "train", "simulate", "eval", "generate", "export", "settings", "version"]
 
 Behind = Callable[..., Any]
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -70,7 +70,7 @@ assert not heavy, heavy
 
 
 def test_help_documents_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("bootstrap", "train", "simulate", "eval", "generate"):
+    for command in ("bootstrap", "train", "simulate", "eval", "generate", "export"):
         assert main([command, "-h"]) == 0
         text = capsys.readouterr().out
         options = text[text.index("Options:") : text.index("--debug")].replace("\n   ", " ").split("\n  --")[1:]
@@ -223,6 +223,19 @@ def test_simulate_eval_and_generate_hand_on_their_options(behind: Behind, tmp_pa
     generation = behind("evaluate", "run_generate")
     assert main(["generate", "m", "Hello", "--temperature", "0", "--max-new-tokens", "5"]) == 0
     assert generation == [((Path("m"), "Hello"), {"max_new_tokens": 5, "temperature": 0.0, "seed": 0})]
+
+
+def test_export_and_tasks_hand_on_their_options(behind: Behind) -> None:
+    exported, tasks = behind("export", "run_export"), behind("harness", "run_tasks")
+    assert main(["export", "out", "hf"]) == main(["export", "out", "hf", "--checkpoint", "latest", "--dtype", "bf16"])
+    assert exported == [
+        ((Path("out"), Path("hf")), {"checkpoint": None, "dtype": "fp32"}),
+        ((Path("out"), Path("hf")), {"checkpoint": "latest", "dtype": "bf16"}),
+    ]
+    assert main(["eval", "m", "--tasks", "a,b", "--task-dir", "t", "--set", "compute.device=cpu"]) == 0
+    ((arguments, options),) = tasks
+    assert arguments == (Path("m"), "a,b")
+    assert (options["task_dir"], options["compute"].device) == (Path("t"), "cpu")
 
 
 def test_peers_option_takes_several_addresses_in_every_way() -> None:

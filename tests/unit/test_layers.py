@@ -8,12 +8,12 @@ from pathlib import Path
 import opendiloco
 
 LAYERS = """
-errors config settings options flat codec ledger rounds leases logs metrics shared guard leave identity outer phase
-moments roundlog checkpoint text tokenizer sequences tokens model inner evaluate
+errors config settings options flat codec ledger rounds evaluation facts card leases logs metrics shared guard leave
+identity outer phase moments roundlog checkpoint text tokenizer sequences tokens model inner evaluate harness export
 ranks replica
-membership agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
+membership tally agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
 participation channel network swarm
-averager report diloco display worker trainer simulate processes demo cli __main__ __init__
+averager report diloco display evaluator worker trainer simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}
 NEEDS_NO_TORCH = {
@@ -23,6 +23,7 @@ NEEDS_NO_TORCH = {
     "options",
     "ledger",
     "rounds",
+    "evaluation",
     "leases",
     "logs",
     "metrics",
