@@ -278,8 +278,14 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     every_steps: Annotated[int, Field(ge=1), Unit("inner steps")] = 10
     """Inner steps between inner_step lines."""
-    sinks: tuple[Literal["jsonl"], ...] = ("jsonl",)
-    """Where metrics go besides the log."""
+    sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ("jsonl",)
+    """Where metrics go: always to OUT/metrics.jsonl, and with `pip install "opendiloco-p2p[NAME]"` to the others."""
+    project: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"),
+        Allowed("1 to 100 letters, digits, ., - and _ that start with a letter or digit"),
+    ] = "opendiloco"
+    """Project of wandb and trackio in which the worker's run is; the run is named after run.id and the peer id."""
 
 
 class PeerConfig(Section):

@@ -143,6 +143,7 @@ class MetricsLog:
         self._peer = peer
         self._wall_clock, self._clock = wall_clock, clock
         self._silent_until = -math.inf
+        self._takers: list[Callable[[Event, float], None]] = []
         self._lock = threading.Lock()
         try:
             self._file = path.open("ab", buffering=0)
@@ -152,7 +153,8 @@ class MetricsLog:
 
     def write(self, event: Event) -> None:
         """Append one line; `time` is now, floats that are not finite become null."""
-        line: dict[str, object] = {"event": event.event, "time": self._wall_clock(), "peer": self._peer}
+        time_s = self._wall_clock()
+        line: dict[str, object] = {"event": event.event, "time": time_s, "peer": self._peer}
         line |= {item.name: getattr(event, item.name) for item in fields(event)}
         data = json.dumps(_plain(line), allow_nan=False).encode("ascii") + b"\n"
         with self._lock:
@@ -163,6 +165,13 @@ class MetricsLog:
             except OSError as error:
                 self.lost_events += 1
                 self._warn(error)
+            for take in self._takers:
+                take(event, time_s)
+
+    def forward(self, take: Callable[[Event, float], None]) -> None:
+        """Hand every later event and its time to `take` too, in the order of the lines; it must not wait or raise."""
+        with self._lock:
+            self._takers.append(take)
 
     def _append(self, data: bytes) -> None:
         size = self._file.seek(0, os.SEEK_END)

@@ -15,6 +15,7 @@ from opendiloco.metrics import MetricsLog
 from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm, write_addresses
 from opendiloco.text import check_source
+from opendiloco.trackers import check_sinks, open_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def run_worker(
         from opendiloco.replica import assist
 
         return assist(ranks)
+    check_sinks(settings.peer.log.sinks)
     check_folder(out)
     if settings.has_run_file or not settings.peer.swarm.peers:
         check_source(settings.contract.data)
@@ -54,7 +56,13 @@ def run_worker(
         write_addresses(address_file, swarm.addresses)
         checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
         writer = CheckpointWriter(out / "checkpoints", keep=settings.peer.checkpoint.keep)
-        with Display(settings.contract) as display, contextlib.closing(writer), ranks:
+        with (
+            Display(settings.contract) as display,
+            contextlib.closing(writer),
+            open_sinks(settings, out, swarm.peer_id) as sinks,
+            ranks,
+        ):
+            metrics.forward(sinks.take)
             worker = Worker(
                 settings,
                 swarm,

@@ -8,9 +8,9 @@ from pathlib import Path
 import opendiloco
 
 LAYERS = """
-errors config settings options flat codec ledger rounds evaluation facts card leases logs metrics shared guard leave
-identity outer phase moments roundlog checkpoint text tokenizer sequences tokens model inner evaluate harness export
-ranks replica
+errors config settings options flat codec ledger rounds evaluation facts card leases logs metrics scalars sinks trackers
+shared guard leave identity outer phase moments roundlog checkpoint
+text tokenizer sequences tokens model inner evaluate harness export ranks replica
 membership tally agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
 participation channel network swarm
 averager report diloco display evaluator worker trainer simulate processes demo cli __main__ __init__
@@ -27,6 +27,8 @@ NEEDS_NO_TORCH = {
     "leases",
     "logs",
     "metrics",
+    "scalars",
+    "sinks",
     "guard",
     "identity",
     "cli",
