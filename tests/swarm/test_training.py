@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from opendiloco.config import ComputeConfig, Contract
 from opendiloco.inner import learning_rate
@@ -62,7 +63,8 @@ def run(module_network: Network, module_commands: Commands, wait_until: WaitUnti
     """All start at the same moment and know one address. Two bring the contract, one takes it from the swarm."""
     bootstrap = module_network.peer().open()
     contract = module_commands.contract(rounds=ROUNDS, codec="none", start_peers=WORKERS)
-    workers = [module_commands.worker(bootstrap.addresses, brings) for brings in (contract, contract, None)]
+    sinks = ['log.sinks=["tensorboard"]']
+    workers = [module_commands.worker(bootstrap.addresses, brings, sets=sinks) for brings in (contract, contract, None)]
     helpers: list[psutil.Process] = []
     for worker in workers:
         wait_until(lambda worker=worker: worker.events("join") or worker.popen.poll() is not None, "it has joined")
@@ -95,6 +97,17 @@ def test_every_round_is_committed_by_all_with_identical_replicas(run: Run) -> No
         assert len({event["outer_gradient_norm"] for event in events}) == 1
     assert len({event["params_hash"] for event in rounds[0]}) == ROUNDS
     assert len({event["lineage"] for event in rounds[0]}) == ROUNDS
+
+
+def test_a_sink_has_what_metrics_jsonl_has(run: Run) -> None:
+    for worker in run.workers:
+        found = EventAccumulator(str(worker.folder / "tensorboard"), {"scalars": 0}).Reload()
+        for name, of_events in (("inner/loss", "inner_step"), ("round/loss", "round"), ("validation/loss", "eval")):
+            losses = [event["loss"] for event in worker.events(of_events)]
+            assert [point.value for point in found.Scalars(name)] == pytest.approx(losses)
+        steps = [event["global_inner_step"] for event in worker.events("inner_step")]
+        assert [point.step for point in found.Scalars("inner/loss")] == steps == list(range(ROUNDS * STEPS))
+        assert [point.step for point in found.Scalars("round/loss")] == list(range(STEPS, ROUNDS * STEPS + 1, STEPS))
 
 
 def test_rendezvous_takes_less_than_a_second(run: Run) -> None:
