@@ -36,7 +36,6 @@ LEAVE_LIMIT_S = 7.0  # for an all-reduce that had begun when the user asked to l
 BAD_NUMBERS_CURE = "lower inner.lr (or outer.lr, if it is the first step of a round), or raise inner.warmup_steps"
 
 T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 
@@ -237,7 +236,8 @@ class DiLoCo(torch.optim.Optimizer):
             logger.warning(given_up_line(recovery, self.position))
         self._move_to(position)
         self._hash = self._hasher.submit(self._hash_and_announce, position.round)
-        if late_work is not None and is_timely and position.round - before <= self._contract.rounds.max_staleness:
+        is_new = is_timely and not recovery.has_own_work
+        if late_work is not None and is_new and position.round - before <= self._contract.rounds.max_staleness:
             goal = torch.sub(self.outer.theta, late_work, out=self._vectors["average"])
         else:
             goal = self.outer.theta

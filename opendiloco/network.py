@@ -117,6 +117,7 @@ class PeerProcess:
             vectors,
             codec,
             contract.outer,
+            peer=presence.peer,
             connect=self._connect_donor,
             find_goal=self._find_goal,
             announced_hash=presence.announced_hash,

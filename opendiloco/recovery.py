@@ -59,6 +59,7 @@ class Recoverer:
         codec: Codec,
         outer: OuterConfig,
         *,
+        peer: str,
         connect: Connect,
         find_goal: Callable[[Position], Awaitable[Goal | None]],
         announced_hash: Callable[[Position], str | None],
@@ -68,11 +69,12 @@ class Recoverer:
         """Prepare to recover.
 
         Args:
+            peer: this worker.
             find_goal: where the swarm is, if not here.
             announced_hash: what others say of a state.
             history: the logged rounds that led to a lineage, newest first, each with the lineage before it.
         """
-        self._history = history
+        self._peer, self._history = peer, history
         self._codec, self._outer = codec, outer
         self._find_goal, self._announced_hash, self._remember = find_goal, announced_hash, remember
         self._vectors = [vectors[name] for name in STATE_VECTORS]
@@ -93,7 +95,7 @@ class Recoverer:
         """
         self._fetcher = self._new_fetcher()
         self._replayed, self._full_state = 0, False
-        self._given_up = 0
+        self._given_up, self._has_own_work = 0, False
         self._start = start
         position, reasons = start, list[str]()
         if holders:
@@ -116,6 +118,7 @@ class Recoverer:
                 rounds_replayed=self._replayed,
                 full_state=self._full_state,
                 given_up=self._given_up,
+                has_own_work=self._has_own_work,
             )
         raise SwarmError(f"the state of the run could not be fetched ({reasons[-1]}): start this worker again")
 
@@ -190,6 +193,7 @@ class Recoverer:
             return None
         entry, payload = found
         self._remember(entry, [payload])
+        self._has_own_work |= entry.before == self._start.lineage and self._peer in entry.weights
         return entry
 
     # --- the whole state ---------------------------------------------------------------------------------

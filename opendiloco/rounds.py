@@ -122,6 +122,8 @@ class Recovery:
     """Whether theta and momentum were fetched, not only rounds that were missed."""
     given_up: int = 0
     """Rounds of this worker's own that are not on the lineage it moved to."""
+    has_own_work: bool = False
+    """Whether this worker's pseudo-gradient is in the first round that it missed: it must not count twice."""
     inner_step: int = 0
     """Where in its inner phase the swarm is."""
     phase_s: float = 0.0

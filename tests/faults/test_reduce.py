@@ -110,6 +110,7 @@ def test_survivors_commit_with_the_weights_of_those_who_contributed(
     committed = [set(outcome.weights) for outcome in last if outcome.verdict == "commit"]
     assert committed
     assert all(members in (survivors, survivors | {swarm.victim.peer_id}) for members in committed)
+    assert all(recovery.has_own_work for peer in swarm.survivors for recovery in peer.recoveries)
 
 
 @pytest.mark.parametrize("fault", [cut, stall, drop_connections], ids=["cut off", "silent", "all connections lost"])
@@ -118,13 +119,16 @@ def test_victim_is_back_with_the_bits_of_the_others_when_its_link_is(
 ) -> None:
     rounds = [peer.finish_round() for peer in swarm.workers]
     strike(swarm, links, fault, wait_until)
-    for future in rounds[:-1]:
-        future.result(60)
+    committed = [set(future.result(60)[-1].weights) for future in rounds[:-1]]
     links.mend(swarm.hosts[-1], *swarm.hosts[:-1])
     swarm.hosts[-1].is_stalled = False
     rounds[-1].result(60)
+    for peer in swarm.workers:
+        assert {recovery.has_own_work for recovery in peer.recoveries} <= {peer.peer_id in set().union(*committed)}
     assert {peer.position.lineage for peer in swarm.workers} == {swarm.survivors[0].position.lineage}
     assert len({params_hash(peer.state) for peer in swarm.workers}) == 1
+    everybody = {peer.peer_id for peer in swarm.workers}
+    wait_until(lambda: all(peer.candidates == everybody for peer in swarm.workers), "all expect the victim again")
     for peer in swarm.workers:
         peer.vectors["pseudo_gradient"].normal_()
     last = [future.result(60)[-1] for future in [peer.finish_round() for peer in swarm.workers]]

@@ -94,6 +94,11 @@ class Peer:
             return False
         return rendezvous._leader(lobby.key) == self.peer_id
 
+    @property
+    def candidates(self) -> set[str]:
+        """Whom it expects in its round, itself included."""
+        return set(self.process._presence.outlook().candidates)
+
     def leased_by_others(self) -> list[int]:
         """Shards of the text that it knows to be other workers'."""
         return [shard for shards in self.process._presence.claims().values() for shard in shards]

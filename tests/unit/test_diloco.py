@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ class Swarm:
         self.hashes: dict[int, str] = {}
         self.refusal = ""
         self.ahead: tuple[Position, Tensor] | None = None
+        self.counted = False
         self.late_sight: tuple[Position, Tensor] | None = None
 
     @property
@@ -80,7 +82,9 @@ class Swarm:
         position, theta = self.ahead
         self.vectors["theta"].copy_(theta)
         self._member.committed(position)
-        return self._member.catch_up()
+        recovery = Future[Recovery]()
+        recovery.set_result(replace(self._member.catch_up().result(), has_own_work=self.counted))
+        return recovery
 
     def begin_phase(self, *, following: bool) -> None:
         pass
@@ -414,15 +418,18 @@ def test_a_loop_that_goes_on_after_a_failed_round_tries_again_at_its_next_step()
         assert optimizer.round == 1
 
 
-@pytest.mark.parametrize(("missed", "keeps"), [(1, True), (2, False)])
-def test_a_worker_that_was_left_behind_goes_where_the_swarm_is(missed: int, keeps: bool) -> None:
-    """Its finished phase goes on top of the new parameters, unless more rounds passed than rounds.max_staleness."""
+@pytest.mark.parametrize(
+    ("missed", "counted", "keeps"), [(1, False, True), (2, False, False), (1, True, False)], ids=["late", "stale", "in"]
+)
+def test_a_worker_that_was_left_behind_goes_where_the_swarm_is(missed: int, counted: bool, keeps: bool) -> None:
+    """Its finished phase goes on top of the new parameters, unless more rounds passed than rounds.max_staleness, or
+    the round that it gets from others has its pseudo-gradient already."""
     model, swarm = linear(), Swarm(RoundOutcome(verdict="resync", reason="the swarm is ahead"))
     reports: list[RoundReport] = []
     with diloco(model, contract_of(steps=1), swarm, on_round=reports.append) as optimizer:
         before = flat(list(model.parameters()))
         there, theta = Position(missed, "ab" * 32, "", tokens=40), torch.randn_like(before)
-        swarm.ahead = there, theta
+        swarm.ahead, swarm.counted = (there, theta), counted
         train(model, optimizer, 1)
         assert (optimizer.round, optimizer.outer.lineage, optimizer.tokens) == (missed, "ab" * 32, 40)
         assert torch.equal(swarm.vectors["theta"], theta)
