@@ -22,6 +22,9 @@ class Averager(Protocol):
     def peer_id(self) -> str:
         """This worker's name in the lists of participants."""
 
+    def leaving(self) -> bool:
+        """Whether the user wants this worker to leave."""
+
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """fp32 vectors (host memory, zeros) that both sides see."""
 

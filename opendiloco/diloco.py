@@ -11,24 +11,35 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from opendiloco.averager import Averager, vector_sizes
+from opendiloco.background import in_background
 from opendiloco.config import Contract
 from opendiloco.errors import OpendilocoError, SwarmError
-from opendiloco.flat import FlatLayout, gather, scatter, trainable_parameters, write_pseudo_gradient
-from opendiloco.leave import Leave, wait_for
+from opendiloco.flat import (
+    FlatLayout,
+    check_parameters,
+    gather,
+    scatter,
+    trainable_parameters,
+    unwrapped,
+    write_pseudo_gradient,
+)
+from opendiloco.leave import Leave, every, wait_for
 from opendiloco.ledger import Ledger, Reading
+from opendiloco.loop import LoopOptimizer
 from opendiloco.moments import load_moments, store_moments
 from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
 from opendiloco.phase import InnerPhase
-from opendiloco.report import RoundReport, given_up_line
+from opendiloco.report import RoundReport, given_up_line, log_round
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 
 PATIENCE_S = 15.0  # between two lines that say whom a round waits for
@@ -39,22 +50,25 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class DiLoCo(torch.optim.Optimizer):
+class DiLoCo(LoopOptimizer):
     """Wraps an inner optimizer; `step` does an inner step and, after the H-th of a round, the outer one.
 
-    Learning-rate schedulers and clipping see the inner optimizer's parameter groups. Frozen parameters and buffers
-    are left alone; tied parameters count once.
+    Learning-rate schedulers, clipping and gradient scalers see the inner optimizer's parameter groups. Frozen
+    parameters and buffers are left alone; tied parameters count once.
+
+    Use it in a `with` block around the training loop, which it ends in order (see `LoopOptimizer`).
 
     Args:
         inner: any optimizer over the trainable parameters of `model`.
         start: where to begin instead of round 0: a checkpoint's position, theta, momentum and second_moment (adam).
         readings: what this worker has read of the text that the swarm leases to it (see `Averager.lease`).
-        on_round: called with every attempt at a round, from within `step`.
+        on_round: called with every attempt at a round, from within `step`; writes a line to the log by default.
         on_replace: called when the parameters have been replaced (True: the inner optimizer's state too).
-        leaving: whether the user wants to leave; asked while waiting for the swarm.
+        leaving: whether the user wants to leave, instead of asking `swarm`; asked while waiting for the swarm.
 
     Raises:
-        SettingsError: another worker of the run has another contract, model or initial parameters.
+        SettingsError: another worker of the run has another contract, model or initial parameters, or `inner` and
+            `model` do not belong together.
     """
 
     def __init__(
@@ -66,16 +80,16 @@ class DiLoCo(torch.optim.Optimizer):
         *,
         start: tuple[Position, Mapping[str, Tensor]] | None = None,
         readings: Callable[[], tuple[Reading, ...]] = tuple,
-        on_round: Callable[[RoundReport], None] = lambda report: None,
+        on_round: Callable[[RoundReport], None] = log_round,
         on_replace: Callable[[bool], None] = lambda moments: None,
-        leaving: Callable[[], bool] = lambda: False,
+        leaving: Callable[[], bool] | None = None,
     ) -> None:
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
-        self.param_groups, self.state = inner.param_groups, inner.state
-        self._swarm, self._contract, self._on_round, self._leaving = swarm, contract, on_round, leaving
-        self._readings, self._on_replace = readings, on_replace
+        super().__init__(inner, contract, leaving=leaving if leaving is not None else swarm.leaving)
+        self._swarm, self._contract, self._on_round, self._readings = swarm, contract, on_round, readings
+        self._on_replace = on_replace
+        model = unwrapped(model)
         self._parameters = trainable_parameters(model)
+        check_parameters(self.param_groups, self._parameters)
         layout = FlatLayout.of(model)
         self._vectors = swarm.allocate(vector_sizes(layout.numel, contract))
         gather(self._parameters, self._vectors["theta"])
@@ -83,8 +97,7 @@ class DiLoCo(torch.optim.Optimizer):
             self._vectors[name].copy_(values)
         self.outer = OuterState(self._vectors["theta"], self._vectors["momentum"], self._vectors["second_moment"])
         self._moments = self._vectors["inner_first"], self._vectors["inner_second"]
-        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="params hash")
-        self._hash = self._hasher.submit(params_hash, self.outer)
+        self._hash = in_background(lambda: params_hash(self.outer), "params hash")
         self.outer.lineage = genesis_lineage(contract.digest, self.params_hash)
         self.tokens = 0
         """Tokens that all participants trained on in the rounds of this lineage."""
@@ -119,21 +132,21 @@ class DiLoCo(torch.optim.Optimizer):
         return Position(self.outer.round, self.outer.lineage, "", self.tokens, self.ledger)
 
     @property
+    def global_step(self) -> int:
+        """Inner steps that the swarm has behind it, from 0 to `total_steps`: what a learning rate is a function of."""
+        return self.round * self._contract.inner.steps + self.phase.schedule_step
+
+    @property
     def params_hash(self) -> str:
         """Hash of the outer state; waits while it is being computed."""
         return self._hash.result()
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One inner step; the last one of a round also ends the round with the swarm.
-
-        Raises:
-            SwarmError: the round failed more often than the contract allows, or the swarm could not be caught up with.
-            Leave: the user asked to leave while this worker waited for the swarm.
-        """
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         if self._followed is None and not self.phase.has_vote:
             self._followed = self._swarm.average(RoundRequest(weight=0.0, tokens=0))
         loss = self.inner.step(closure)
         self.phase.step()
+        self.phase.check_tokens()
         if self.phase.is_over or (self._followed is not None and self._followed.done()):
             self._end_round()
         elif (report := self.phase.report()) is not None:
@@ -152,7 +165,8 @@ class DiLoCo(torch.optim.Optimizer):
         self._dropped += 1
         if self._dropped > self._contract.rounds.max_retries:
             raise OpendilocoError(f"{reason}, {self._dropped} times and no useful round between: {BAD_NUMBERS_CURE}")
-        self._replace_parameters(self.outer.theta)
+        scatter(self.outer.theta, self._parameters)
+        self._on_replace(True)
         self.phase.drop()
         self._swarm.begin_phase(following=self.phase.weight == 0)
 
@@ -160,22 +174,13 @@ class DiLoCo(torch.optim.Optimizer):
         """Add to the tokens of this round, which are its weight when outer.weighting is "tokens"."""
         self.phase.tokens += tokens
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the inner optimizer."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the inner optimizer."""
-        self.inner.load_state_dict(state_dict)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
     def write_outer_parameters(self) -> None:
         """Put theta, the outer parameters of the last committed round, into the model."""
         self._replace_parameters(self.outer.theta)
 
     def finish(self) -> None:
-        """Wait until the last round has been hashed, and stop the thread that does it."""
-        self._hasher.shutdown()
+        """Wait until the last round has been hashed."""
+        futures.wait([self._hash])
 
     # --- the round ---------------------------------------------------------------------------------------
 
@@ -186,14 +191,15 @@ class DiLoCo(torch.optim.Optimizer):
         if not math.isfinite(norm):
             reason = "the pseudo-gradient is not finite"
             outcome = RoundOutcome(verdict="skip", reason=f"{reason}: back to the swarm's parameters")
-            self._on_round(self._report(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
+            self._on_round(self._attempt(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
+            self.inner.state.clear()  # moments that have seen such numbers would bring them back
             self.drop_phase(reason)
         for _ in range(self._contract.rounds.max_retries + 1):
             outcome = self._average()
             if outcome.verdict == "commit":
-                self._commit(outcome, inner_s=inner_s, pseudo_gradient_norm=norm)
+                self._commit(self._attempt(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
                 return
-            self._on_round(self._report(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
+            self._on_round(self._attempt(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
             if outcome.verdict == "resync":
                 self._catch_up(late_work=gradient)
                 return
@@ -235,7 +241,7 @@ class DiLoCo(torch.optim.Optimizer):
         if recovery.given_up:
             logger.warning(given_up_line(recovery, self.position))
         self._move_to(position)
-        self._hash = self._hasher.submit(self._hash_and_announce, position.round)
+        self._hash = in_background(lambda: self._hash_and_announce(position.round), "params hash")
         is_new = is_timely and not recovery.has_own_work
         if late_work is not None and is_new and position.round - before <= self._contract.rounds.max_staleness:
             goal = torch.sub(self.outer.theta, late_work, out=self._vectors["average"])
@@ -247,8 +253,9 @@ class DiLoCo(torch.optim.Optimizer):
         self._swarm.begin_phase(following=not is_whole and self._contract.outer.weighting == "uniform")
         return recovery
 
-    def _commit(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> None:
+    def _commit(self, attempt: RoundReport) -> None:
         """The outer step, on bytes that are the same at every participant."""
+        outcome = attempt.outcome
         self._dropped = 0 if self.phase.weight > 0 else self._dropped
         self._hash.result()  # of the state that is about to change
         started = time.monotonic()
@@ -261,12 +268,12 @@ class DiLoCo(torch.optim.Optimizer):
         store_moments(self.inner, self._parameters, *self._moments)
         self._swarm.committed(self.position)
         outer_s = time.monotonic() - started
-        self._hash = self._hasher.submit(self._hash_and_announce, self.round)
+        self._hash = in_background(lambda: self._hash_and_announce(attempt.round), "params hash")
         self._on_round(
-            self._report(
-                outcome,
-                inner_s=inner_s,
-                pseudo_gradient_norm=pseudo_gradient_norm,
+            replace(
+                attempt,
+                lineage=outcome.lineage,
+                params_hash=self._hash,
                 outer_s=outer_s,
                 outer_gradient_norm=float(torch.linalg.vector_norm(average)),
             )
@@ -279,35 +286,24 @@ class DiLoCo(torch.optim.Optimizer):
         self._swarm.set_params_hash(round, digest)
         return digest
 
-    def _report(
-        self,
-        outcome: RoundOutcome,
-        *,
-        inner_s: float,
-        pseudo_gradient_norm: float,
-        outer_s: float = 0.0,
-        outer_gradient_norm: float | None = None,
-    ) -> RoundReport:
-        committed = outcome.verdict == "commit"
+    def _attempt(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> RoundReport:
+        """An attempt at the next round, before anything came of it."""
         return RoundReport(
-            round=self.outer.round + (not committed),
+            round=self.round + 1,
             outcome=outcome,
             lineage=self.outer.lineage,
-            params_hash=self._hash if committed else None,
             inner_steps=self.phase.steps_done,
             tokens=self.phase.tokens,
             readings=self._readings(),
             inner_s=inner_s,
-            outer_s=outer_s,
             pseudo_gradient_norm=pseudo_gradient_norm,
-            outer_gradient_norm=outer_gradient_norm,
         )
 
     def _wait(self, future: Future[T]) -> T:
-        def remind() -> None:
+        def say_whom_it_waits_for() -> None:
             logger.warning("round %d waits: %s", self.round + 1, self._swarm.awaited())
 
-        return wait_for(future, self._leaving, meanwhile=remind, every_s=PATIENCE_S)
+        return wait_for(future, self._leaving, meanwhile=every(PATIENCE_S, say_whom_it_waits_for))
 
     def _replace_parameters(self, values: Tensor, *, moments: bool = False) -> None:
         scatter(values, self._parameters)

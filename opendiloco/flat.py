@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -63,6 +64,23 @@ class FlatLayout:
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters that are averaged: tied ones once, frozen ones and buffers not at all."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of what torch.compile made of it: names of parameters must not depend on that."""
+    inside = getattr(model, "_orig_mod", model)
+    return inside if isinstance(inside, nn.Module) else model
+
+
+def check_parameters(groups: Sequence[Mapping[str, Any]], trained: Sequence[Tensor]) -> None:
+    """Raise SettingsError when an optimizer's parameter groups hold something else than the parameters averaged."""
+    known = {id(parameter) for parameter in trained}
+    strange = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in known]
+    if strange:
+        raise SettingsError(
+            f"the inner optimizer has {len(strange)} parameters that are not the model's, and nobody would average "
+            "them: make it from the parameters of the very model that DiLoCo gets"
+        )
 
 
 @torch.no_grad()

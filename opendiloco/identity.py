@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import base58
+from blake3 import blake3
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
@@ -114,6 +115,11 @@ def peer_id_of(public_key: bytes) -> str:
     else:
         multihash = b"\x12\x20" + hashlib.sha256(public_key).digest()
     return base58.b58encode(multihash).decode()
+
+
+def peer_seed(peer_id: str) -> int:
+    """A seed of this peer's own, below 2**32: the same at every start, and other peers have others."""
+    return int.from_bytes(blake3(peer_id.encode()).digest(4), "little")
 
 
 def _write_new_key(path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,28 +23,35 @@ class Leave(Exception):
     """The user asked this worker to leave; raised where the worker waits or is between two steps."""
 
 
-def wait_for(
-    future: Future[T],
-    leaving: Callable[[], bool],
-    *,
-    meanwhile: Callable[[], None] = lambda: None,
-    every_s: float = math.inf,
-) -> T:
-    """The result of `future`, or `Leave` once `leaving` says so; `meanwhile` is called every so many seconds."""
-    patience = time.monotonic() + every_s
+def wait_for(future: Future[T], leaving: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> T:
+    """The result of `future`, or `Leave` once `leaving` says so; `meanwhile` is called a few times a second."""
     while True:
         try:
             return future.result(POLL_S)
         except NotDone:
             if leaving():
                 raise Leave from None
-        if time.monotonic() > patience:
-            meanwhile()
-            patience = time.monotonic() + every_s
+        meanwhile()
+
+
+def every(seconds: float, act: Callable[[], None]) -> Callable[[], None]:
+    """A function to be called often, which calls `act` once in so many seconds from now on."""
+    due = time.monotonic() + seconds
+
+    def act_when_due() -> None:
+        nonlocal due
+        if time.monotonic() > due:
+            act()
+            due = time.monotonic() + seconds
+
+    return act_when_due
 
 
 class LeaveRequest:
-    """SIGINT or SIGTERM asks to leave in order: calling this says whether one came. A second one ends at once."""
+    """SIGINT or SIGTERM asks to leave in order: calling this says whether one came. A second one ends at once.
+
+    Python gives signals to the main thread only: in another one, no signal is taken.
+    """
 
     def __init__(self) -> None:
         self._asked = False
@@ -54,7 +61,8 @@ class LeaveRequest:
         return self._asked
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        mine = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        for number in mine:
             self._before[number] = signal.signal(number, self._ask)
         return self
 

@@ -116,13 +116,19 @@ class InnerPhase:
         """Weight of the pseudo-gradient: tokens, or one; 0 follows the round without a part in it.
 
         Raises:
+            SettingsError: see `check_tokens`.
+        """
+        self.check_tokens()
+        return float(self.tokens if self._by_tokens else self.has_vote)
+
+    def check_tokens(self) -> None:
+        """To be called after each step: at the end of the round it would be late to tell the user.
+
+        Raises:
             SettingsError: outer.weighting is tokens, and nobody counted any.
         """
-        if not self._by_tokens:
-            return float(self.has_vote)
-        if self.tokens == 0 and self.steps_done:
+        if self._by_tokens and self.tokens == 0 and self.steps_done:
             raise SettingsError(
                 "outer.weighting is tokens and no tokens were counted in this round: call count_tokens before "
                 "each step, or set outer.weighting to uniform"
             )
-        return float(self.tokens)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from opendiloco.ledger import Reading
 from opendiloco.metrics import RoundEvent
 from opendiloco.rounds import Position, Recovery, RoundOutcome
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +21,28 @@ class RoundReport:
     """The round that ended, from 1."""
     outcome: RoundOutcome
     lineage: str
-    params_hash: Future[str] | None
+    params_hash: Future[str] | None = None
     """After a commit: hash of the new outer state, which a thread is computing."""
     inner_steps: int
     tokens: int
     readings: tuple[Reading, ...]
     inner_s: float
-    outer_s: float
+    outer_s: float = 0.0
     pseudo_gradient_norm: float
-    outer_gradient_norm: float | None
+    outer_gradient_norm: float | None = None
+
+
+def log_round(report: RoundReport) -> None:
+    """A line in the log: at level INFO after a commit, else a warning."""
+    outcome = report.outcome
+    line = (
+        f"round {report.round} | {len(outcome.weights)} of {outcome.live} workers | inner {report.inner_s:.1f} s, "
+        f"wait {outcome.wait_s:.1f} s, all-reduce {outcome.allreduce_s:.1f} s | {outcome.verdict} {report.lineage[:6]}"
+    )
+    committed = outcome.verdict == "commit"
+    logger.log(
+        logging.INFO if committed else logging.WARNING, line + (f" | {outcome.reason}" if outcome.reason else "")
+    )
 
 
 def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:

@@ -160,6 +160,10 @@ class SimulatedSwarm:
         self._position = Position(0, "", "")
         self._leases = Leases(name)
 
+    def leaving(self) -> bool:
+        """Members of one process are told to leave by other ways."""
+        return False
+
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """fp32 zeros by name."""
         self.vectors = {name: torch.zeros(size) for name, size in sizes.items()}

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,8 +26,8 @@ from opendiloco.channel import Caller
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.evaluation import EvaluationPart
-from opendiloco.identity import Identity
-from opendiloco.leave import Leave, wait_for
+from opendiloco.identity import Identity, peer_seed
+from opendiloco.leave import Leave, LeaveRequest, wait_for
 from opendiloco.ledger import Reading
 from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
@@ -76,6 +76,31 @@ class Swarm:
             SwarmError: none of the configured peers answers in time.
         """
         self.addresses = self._wait(self._opening)
+
+    @classmethod
+    @contextlib.contextmanager
+    def join(cls, config: SwarmConfig, folder: Path) -> Iterator[Self]:
+        """An open swarm for a program of one's own; FOLDER/addresses is what others join through.
+
+        SIGINT or SIGTERM asks to leave in order. Before the training loop has begun they end the process (exit code
+        0).
+        """
+        try:
+            with LeaveRequest() as leaving, cls(config, folder, leaving=leaving) as swarm:
+                swarm.open()
+                write_addresses(folder / "addresses", swarm.addresses)
+                yield swarm
+        except Leave as leave:
+            raise SystemExit(str(leave) or 0) from None
+
+    @property
+    def seed(self) -> int:
+        """A seed of this peer's own, below 2**32, so that workers shuffle their data each in another way."""
+        return peer_seed(self.peer_id)
+
+    def leaving(self) -> bool:
+        """Whether the user wants this worker to leave."""
+        return self._leaving()
 
     def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None, Path]) -> None:
         """Spawn the network process under its guard, which outlives this process just long enough to clean up."""

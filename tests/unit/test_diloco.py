@@ -67,6 +67,9 @@ class Swarm:
     def vectors(self) -> dict[str, Tensor]:
         return self._member.vectors
 
+    def leaving(self) -> bool:
+        return False
+
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         return self._member.allocate(sizes)
 

@@ -1,0 +1,26 @@
+"""One call in a thread of its own, which ends with it: nobody has to stop anything."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_background(compute: Callable[[], T], name: str) -> Future[T]:
+    """Begin to compute; `name` is the thread's."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result = compute()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name=name).start()
+    return future
