@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from opendiloco.callback import DiLoCoCallback as DiLoCoCallback
     from opendiloco.config import Contract as Contract
     from opendiloco.config import DataConfig as DataConfig
     from opendiloco.config import InnerConfig as InnerConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from opendiloco.swarm import Swarm as Swarm
 
 _HOMES = {
+    "callback": ("DiLoCoCallback",),
     "config": (
         "Contract",
         "DataConfig",

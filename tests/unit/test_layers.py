@@ -13,7 +13,8 @@ shared guard leave identity background outer phase moments roundlog checkpoint
 text tokenizer sequences tokens model inner evaluate harness export ranks replica
 membership tally agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
 participation channel network swarm
-averager report schedule loop diloco display evaluator worker trainer simulate processes demo cli __main__ __init__
+averager report schedule loop diloco callback display evaluator worker trainer simulate processes demo cli __main__
+__init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}
 NEEDS_NO_TORCH = {
