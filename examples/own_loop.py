@@ -1,36 +1,38 @@
-"""DiLoCo in a plain training loop. Start it in two terminals:
+"""DiLoCo in a plain training loop. Start it in two terminals; 2 is how many workers the first round waits for:
 
-.venv/bin/python examples/own_loop.py runs/one
-.venv/bin/python examples/own_loop.py runs/two $(cat runs/one/addresses)
+.venv/bin/python examples/own_loop.py runs/one 2
+.venv/bin/python examples/own_loop.py runs/two 2 $(cat runs/one/addresses)
 """
 
+import logging
 import sys
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from opendiloco import Contract, DiLoCo, InnerConfig, RoundsConfig, RunConfig, Swarm, SwarmConfig
 
-folder, peers = Path(sys.argv[1]), tuple(sys.argv[2:])  # no peers: this worker starts a new swarm
-folder.mkdir(parents=True, exist_ok=True)
-contract = Contract(  # equal on all peers
-    run=RunConfig(id="own-loop", rounds=4), inner=InnerConfig(steps=25), rounds=RoundsConfig(start_peers=2)
+folder, workers, peers = Path(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])  # no peers: a new swarm
+logging.basicConfig(level=logging.INFO, format="%(message)s")  # a line for every round
+contract = Contract(  # equal on all workers; `inner` and `model` say nothing here but H
+    run=RunConfig(id="own-loop", rounds=4), inner=InnerConfig(steps=5), rounds=RoundsConfig(start_peers=workers)
 )
-torch.manual_seed(0)  # all peers start from the same parameters; that is checked by hash
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+torch.manual_seed(0)  # all workers start from the same parameters, which is checked: yours are from_pretrained(...)
+config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(config)
+text = torch.tensor(list(Path(logging.__file__).read_bytes()))  # your own data set goes here
+sequences = text[: len(text) // 64 * 64].view(-1, 64)
 
-with Swarm(SwarmConfig(peers=peers), folder) as swarm:
-    swarm.open()
-    (folder / "addresses").write_text("\n".join(swarm.addresses))
-    generator = torch.Generator().manual_seed(sum(swarm.peer_id.encode()))  # data of this worker's own
-    optimizer = DiLoCo(torch.optim.AdamW(model.parameters(), lr=1e-2), model, swarm, contract)
-    while optimizer.round < contract.run.rounds:
-        inputs = torch.randn(32, 16, generator=generator)
-        loss = (model(inputs).squeeze(1) - inputs[:, :2].prod(1)).square().mean()
-        loss.backward()
-        before = optimizer.round
-        optimizer.step()  # every 25th step ends an outer round
-        optimizer.zero_grad()
-        if optimizer.round > before:
-            print(f"round {optimizer.round} | loss {loss:.3f} | replica {optimizer.params_hash[:12]}", flush=True)
-    optimizer.finish()
+with Swarm.join(SwarmConfig(peers=peers), folder) as swarm:
+    order = torch.Generator().manual_seed(swarm.seed)  # every worker reads in an order of its own
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with DiLoCo(adamw, model, swarm, contract) as optimizer:
+        optimizer.drive(get_cosine_schedule_with_warmup(optimizer, 5, optimizer.total_steps))
+        while not optimizer.is_done:
+            batch = sequences[torch.randint(len(sequences), (8,), generator=order)]
+            model(input_ids=batch, labels=batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()  # every 5th step ends an outer round
+            optimizer.zero_grad()
+    model.save_pretrained(folder / "model")  # the outer parameters: the same bits at all workers

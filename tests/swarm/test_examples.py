@@ -1,33 +1,95 @@
-"""The examples run as they are, and do what they say."""
+"""The examples run as they are, and do what they and the README say."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+import torch
+
+from opendiloco import Contract, DiLoCo, InnerConfig, RunConfig, Swarm, SwarmConfig
+from opendiloco.leave import Leave
+
 if TYPE_CHECKING:
     from support.waiting import WaitUntil
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LIMIT_S = 170.0
+LINES = 40
 
 
-def test_own_loop_on_two_peers_ends_with_one_model(tmp_path: Path, wait_until: WaitUntil) -> None:
-    def start(name: str, *peers: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(EXAMPLES / "own_loop.py"), str(tmp_path / name), *peers]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def start(example: str, folder: Path, workers: int, *peers: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "examples" / example), str(folder), str(workers), *peers]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
-    one = start("one")
+
+def model_of(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def test_two_trainers_form_a_swarm_and_end_with_one_model(tmp_path: Path, wait_until: WaitUntil) -> None:
+    one = start("trainer.py", tmp_path / "one", 2)
     addresses = tmp_path / "one" / "addresses"
-    wait_until(lambda: one.poll() is not None or (addresses.exists() and addresses.read_text()), "the first one is up")
-    two = start("two", *addresses.read_text().split())
-    outputs = [process.communicate(timeout=90)[0] for process in (one, two)]
+    wait_until(lambda: one.poll() is not None or addresses.exists(), "the first one is up")
+    two = start("trainer.py", tmp_path / "two", 2, *addresses.read_text().split())
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in (one, two)]
     assert [process.returncode for process in (one, two)] == [0, 0], outputs
-    replicas = [
-        [line.split(" | ")[::2] for line in output.splitlines() if line.startswith("round ")] for output in outputs
-    ]
-    assert replicas[0] == replicas[1]
-    assert [line[0] for line in replicas[0]] == ["round 1", "round 2", "round 3", "round 4"]
+    assert model_of(tmp_path / "one") == model_of(tmp_path / "two")
+    assert all(output.count("'round_workers': 2") == 4 for output in outputs), outputs
+
+
+@pytest.mark.parametrize("example", ["own_loop.py", "accelerate_loop.py"])
+def test_loop_alone_does_its_rounds_and_saves_a_model(example: str, tmp_path: Path) -> None:
+    process = start(example, tmp_path, 1)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
+    assert len(model_of(tmp_path)) > 100_000
+    assert re.findall(r"^round (\d) \| 1 of 1 workers \|.*\| commit", output, re.MULTILINE) == ["1", "2", "3", "4"]
+
+
+def test_ctrl_c_ends_a_loop_in_order(tmp_path: Path) -> None:
+    contract = Contract(run=RunConfig(rounds=10_000), inner=InnerConfig(steps=3))
+    model = torch.nn.Linear(2, 2)
+
+    def train() -> None:
+        with Swarm.join(SwarmConfig(), tmp_path) as swarm:
+            with DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, swarm, contract) as optimizer:
+                while not optimizer.is_done:
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+                    if (optimizer.round, optimizer.phase.steps) == (2, 1):
+                        os.kill(os.getpid(), signal.SIGINT)
+            assert (optimizer.round, optimizer.phase.steps, optimizer.has_left) == (2, 2, True)
+            assert torch.equal(model.weight.detach().reshape(-1), optimizer.outer.theta[:4])
+            assert (tmp_path / "addresses").read_text().split() == swarm.addresses
+            raise Leave  # as whatever waits for the swarm does now
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as end:
+        train()
+    assert end.value.code == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_examples_are_short() -> None:
+    assert len(EXAMPLES) == 3
+    for example in EXAMPLES:
+        assert len(example.read_text().splitlines()) <= LINES, example.name
+
+
+def test_readme_shows_lines_of_the_examples() -> None:
+    section = (ROOT / "README.md").read_text().split("## Your own training script\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"\(examples/(\w+\.py)\).*?```python\n(.*?)```", section, re.DOTALL)
+    assert sorted(name for name, _ in blocks) == [example.name for example in EXAMPLES]
+    for name, block in blocks:
+        lines = {line.strip() for line in (ROOT / "examples" / name).read_text().splitlines()}
+        shown = {line.strip() for line in block.splitlines()} - {"..."}
+        assert shown <= lines, f"{name}: {shown - lines}"

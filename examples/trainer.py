@@ -1,0 +1,40 @@
+"""A transformers.Trainer in a swarm. Start it in two terminals; 2 is how many workers the first round waits for:
+
+.venv/bin/python examples/trainer.py runs/one 2
+.venv/bin/python examples/trainer.py runs/two 2 $(cat runs/one/addresses)
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from opendiloco import Contract, DiLoCoCallback, InnerConfig, RoundsConfig, RunConfig, Swarm, SwarmConfig
+
+folder, workers, peers = Path(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])  # no peers: a new swarm
+contract = Contract(  # equal on all workers; `inner` and `model` say nothing here but H
+    run=RunConfig(id="trainer", rounds=4), inner=InnerConfig(steps=5), rounds=RoundsConfig(start_peers=workers)
+)
+torch.manual_seed(0)  # all workers start from the same parameters, which is checked: yours are from_pretrained(...)
+config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(config)
+text = torch.tensor(list(Path(argparse.__file__).read_bytes()))  # your own data set goes here
+sequences = [{"input_ids": part, "labels": part} for part in text.split(64)[:-1]]
+arguments = TrainingArguments(
+    output_dir=str(folder / "trainer"),
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-3,
+    lr_scheduler_type="cosine",
+    warmup_steps=5,
+    logging_steps=5,
+    report_to="none",
+)
+trainer = Trainer(model=model, args=arguments, train_dataset=sequences)
+
+with Swarm.join(SwarmConfig(peers=peers), folder) as swarm:
+    trainer.add_callback(DiLoCoCallback(trainer, swarm, contract))
+    trainer.train()
+trainer.save_model(str(folder / "model"))  # the outer parameters: the same bits at all workers
