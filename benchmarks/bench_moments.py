@@ -64,7 +64,11 @@ def train(contract: Contract, folder: Path, checkpoints: Mapping[str, Checkpoint
 def joiner(donor: Checkpoint, moments: str) -> Checkpoint:
     """Where a worker starts that has fetched the state: text of its own, and moments or none."""
     inner = donor.inner if moments == "donor" else {**donor.inner, "state": {}}
-    return replace(donor, inner=inner, data={**donor.data, "has_begun": False})
+    return replace(
+        donor,
+        inner=inner,
+        data={**donor.data, "sources": [{**part, "has_begun": False} for part in donor.data["sources"]]},
+    )
 
 
 def measure(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, dict[str, Any]]:

@@ -43,8 +43,8 @@ class Averager(Protocol):
     def report(self, report: PhaseReport) -> None:
         """How far this worker's inner phase is."""
 
-    def lease(self, at: Reading | None) -> Reading:
-        """Where to read on, for a worker that is at `at` (None at the start): there, or in another shard."""
+    def lease(self, at: Reading | None, source: int = 0) -> Reading:
+        """Where to read on in a source, for a worker that is at `at` (None: nowhere): there, or in another shard."""
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """One attempt to average `pseudo_gradient` into `average`."""

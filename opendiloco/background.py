@@ -10,8 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_background(compute: Callable[[], T], name: str) -> Future[T]:
-    """Begin to compute; `name` is the thread's."""
+def in_background(compute: Callable[[], T], name: str, *, daemon: bool = False) -> Future[T]:
+    """Begin to compute; `name` is the thread's. The end of the process waits for it, unless it is a daemon."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -22,5 +22,5 @@ def in_background(compute: Callable[[], T], name: str) -> Future[T]:
         else:
             future.set_result(result)
 
-    threading.Thread(target=work, name=name).start()
+    threading.Thread(target=work, name=name, daemon=daemon).start()
     return future

@@ -84,12 +84,16 @@ def model_card(contract: Contract, position: Position | None, facts: RunFacts, *
     return "\n\n".join(parts) + "\n"
 
 
+def _sources(contract: Contract) -> list[str]:
+    source = contract.data.source
+    return [source] if isinstance(source, str) else [part.partition(" ")[2].strip() for part in source]
+
+
 def _header(contract: Contract) -> str:
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- diloco", "- opendiloco"]
-    scheme, _, place = contract.data.source.partition(":")
-    owner_and_name = "/".join(place.split("/")[:2])
-    if scheme == "hf" and _is_on_hub(owner_and_name):
-        lines += ["datasets:", f"- {json.dumps(owner_and_name)}"]
+    named = [source.removeprefix("hf:").split("/")[:2] for source in _sources(contract) if source.startswith("hf:")]
+    if on_hub := list(filter(_is_on_hub, map("/".join, named))):
+        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in on_hub)]
     base = contract.model.name.removeprefix("hf:")
     if base != contract.model.name and _is_on_hub(base):
         lines.append(f"base_model: {json.dumps(base)}")
@@ -127,7 +131,7 @@ def _model(contract: Contract, weights: str) -> list[tuple[str, str]]:
     data = contract.data
     return [
         ("model", f"{_place(contract.model.name)}, {weights}"),
-        ("text", _place(data.source)),
+        ("text", ", ".join(map(_place, _sources(contract)))),
         ("tokenizer", _place(data.tokenizer)),
         ("sequences", f"{data.seq_len:,} tokens"),
     ]

@@ -73,8 +73,9 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    source: str = "stdlib"
-    """stdlib, text:PATH, jsonl:PATH, parquet:PATH or hf:NAME[/CONFIG]."""
+    source: str | Annotated[tuple[str, ...], Field(min_length=1, max_length=16)] = "stdlib"
+    """stdlib, text:PATH, jsonl:PATH, parquet:PATH or hf:NAME[/CONFIG]; or several, each with its weight before it:
+    ["0.7 hf:allenai/c4/en", "0.3 jsonl:code.jsonl"]."""
     tokenizer: str = "bytes"
     """bytes (no download) or the name or folder of a Hugging Face tokenizer."""
     seq_len: Annotated[int, Field(ge=2, le=2**20), Unit("tokens")] = 128

@@ -7,16 +7,17 @@ do not meet; the claims keep apart what is left: workers that came later, and di
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
-from opendiloco.ledger import MAX_READINGS, Ledger, Reading
+from opendiloco.ledger import MAX_READINGS, SOURCE_SHARDS, Ledger, Reading, SourceLedger, source_of
 from opendiloco.rounds import leader_order
 
 AHEAD = 4  # shards of each participant that a newcomer leaves alone
 
 
-def choose_shard(ledger: Ledger, peer: str, *, claims: Mapping[str, Collection[int]], chosen: int) -> int:
+def choose_shard(ledger: SourceLedger, peer: str, *, claims: Mapping[str, Collection[int]], chosen: int) -> int:
     """The next shard for `peer`: one of every so many that are free, which are its own; the next one where it is taken.
 
     Args:
@@ -43,12 +44,15 @@ class Leases:
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
-        self._chosen = 0
+        self._chosen = Counter[int]()
         self.claims: list[int] = []
-        """Those that it has read or reads now, as far as no committed round says so; the last one is the current."""
+        """Those that it has read or reads now, as far as no committed round says so; the last one of each source is the
+        current."""
 
-    def lease(self, at: Reading | None, ledger: Ledger, others: Mapping[str, Collection[int]]) -> Reading:
-        """Where to read on.
+    def lease(
+        self, at: Reading | None, ledger: Ledger, others: Mapping[str, Collection[int]], *, source: int = 0
+    ) -> Reading:
+        """Where to read on in a source.
 
         Args:
             at: where this worker is; None at the start. When that is done, or another worker's, it is sent elsewhere.
@@ -61,23 +65,25 @@ class Leases:
                 known = ledger.reading(at.shard)
                 return known if known is not None and known.place > at.place else at
         claims = {**others, self._peer: self.claims}
-        shard = choose_shard(ledger, self._peer, claims=claims, chosen=self._chosen)
-        self._chosen += 1
+        shard = choose_shard(ledger.of(source), self._peer, claims=claims, chosen=self._chosen[source])
+        self._chosen[source] += 1
         self._claim(shard)
         return ledger.reading(shard) or Reading(shard=shard)
 
     def settle(self, ledger: Ledger) -> None:
         """A round has been committed: what it says to be read need not be claimed any more."""
-        self._chosen = 0
+        self._chosen.clear()
         self.claims = [shard for shard in self.claims if not ledger.is_done(shard)]
 
     def _claim(self, shard: int) -> None:
-        claims = [claimed for claimed in self.claims if claimed != shard]
-        self.claims = [*claims, shard][-MAX_READINGS:]
+        self.claims = [*(claimed for claimed in self.claims if claimed != shard), shard]
+        if len(self.claims) > MAX_READINGS:
+            newest = {source_of(claimed): claimed for claimed in self.claims}
+            self.claims.remove(next(claimed for claimed in self.claims if newest[source_of(claimed)] != claimed))
 
 
-def read_alone(at: Reading | None) -> Reading:
+def read_alone(at: Reading | None, source: int = 0) -> Reading:
     """The lease of a worker that has the whole text to itself: shard after shard."""
     if at is None:
-        return Reading(shard=0)
+        return Reading(shard=source * SOURCE_SHARDS)
     return Reading(shard=at.shard + 1) if at.done else at

@@ -12,6 +12,8 @@ from concurrent.futures import TimeoutError as NotDone
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
+from opendiloco.background import in_background
+
 POLL_S = 0.2  # how soon a wait notices a request to leave
 
 T = TypeVar("T")
@@ -29,6 +31,8 @@ def wait_for(future: Future[T], leaving: Callable[[], bool], *, meanwhile: Calla
         try:
             return future.result(POLL_S)
         except NotDone:
+            if future.done():
+                return future.result()
             if leaving():
                 raise Leave from None
         meanwhile()
@@ -45,6 +49,20 @@ def every(seconds: float, act: Callable[[], None]) -> Callable[[], None]:
             due = time.monotonic() + seconds
 
     return act_when_due
+
+
+def run(function: Callable[[], T], leaving: Callable[[], bool], *, name: str) -> T:
+    """What `function` returns or raises, from a thread of that name; or `Leave` once `leaving` says so.
+
+    The thread is then left to itself: it must notice by itself that nobody waits for it.
+    """
+    future = in_background(function, name, daemon=True)
+    try:
+        return wait_for(future, leaving)
+    except BaseException:
+        if leaving():
+            raise Leave from None
+        raise
 
 
 class LeaveRequest:

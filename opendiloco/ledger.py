@@ -2,7 +2,8 @@
 
 The text of a run is one endless order: pass after pass over the source, each cut into the same number of shards, which
 are counted on from pass to pass. Every committed round says how far its participants have read, and so all replicas
-hold the same ledger, which says what is still to be read.
+hold the same ledger, which says what is still to be read. A run may mix several sources; each has an order, shards and
+a part of the ledger of its own, and a shard's number says which source it is of.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MAX_READINGS = 32
 """Shards that one worker reports in a round; more are read again by somebody."""
 MAX_OPEN = 4096
+MAX_SOURCES = 16
+SOURCE_SHARDS = 2**32
+"""The shards of the i-th source are counted from i times this number on."""
 
 Count = Annotated[int, Field(ge=0, le=2**40)]
 PeerName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -47,8 +51,13 @@ class Reading(BaseModel):
         return struct.pack("<4Q?", self.shard, *self.place, self.done)
 
 
-class Ledger(BaseModel):
-    """What the rounds of a lineage have read, as of its last one."""
+def source_of(shard: int) -> int:
+    """Which source a shard is of."""
+    return shard // SOURCE_SHARDS
+
+
+class SourceLedger(BaseModel):
+    """What the rounds of a lineage have read of one source, as of the last one."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -66,7 +75,7 @@ class Ledger(BaseModel):
             raise ValueError("open shards are not in order, or nobody has touched them")
         return self
 
-    def after(self, readings: Mapping[str, Sequence[Reading]]) -> Ledger:
+    def after(self, readings: Mapping[str, Sequence[Reading]]) -> SourceLedger:
         """The ledger after a round in which each participant has read so far.
 
         It does not matter if some of it is known already. A number out of proportion is ignored.
@@ -84,7 +93,7 @@ class Ledger(BaseModel):
                 del open[reading.shard]
             elif reading.place > open[reading.shard].place:
                 open[reading.shard] = reading
-        return Ledger(
+        return SourceLedger(
             untouched=untouched,
             open=tuple(open[shard] for shard in sorted(open)),
             readers={peer: each[-1].shard for peer, each in readings.items() if each},
@@ -103,3 +112,51 @@ class Ledger(BaseModel):
         held = set(self.readers.values())
         yield from (reading.shard for reading in self.open if reading.shard not in held)
         yield from itertools.count(self.untouched)
+
+
+class Ledger(BaseModel):
+    """What the rounds of a lineage have read, as of its last one."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    sources: tuple[SourceLedger, ...] = Field(default=(), max_length=MAX_SOURCES)
+    """Of each source; of those at the end nobody has read anything."""
+
+    @model_validator(mode="after")
+    def _shards_are_of_their_sources(self) -> Self:
+        for source, part in enumerate(self.sources):
+            numbers = [part.untouched, *(reading.shard for reading in part.open)]
+            if {source_of(number) for number in numbers} != {source}:
+                raise ValueError(f"shards of another source in the part of source {source}")
+        return self
+
+    @property
+    def readers(self) -> frozenset[str]:
+        """The participants of the last round that read text from shards."""
+        return frozenset(peer for part in self.sources for peer in part.readers)
+
+    def of(self, source: int) -> SourceLedger:
+        """What has been read of a source."""
+        if source < len(self.sources):
+            return self.sources[source]
+        return SourceLedger(untouched=source * SOURCE_SHARDS)
+
+    def after(self, readings: Mapping[str, Sequence[Reading]]) -> Ledger:
+        """The ledger after a round in which each participant has read so far."""
+        seen = {source_of(reading.shard) for each in readings.values() for reading in each}
+        count = max([len(self.sources), *(source + 1 for source in seen if source < MAX_SOURCES)])
+        parts = [
+            self.of(source).after(
+                {peer: [r for r in each if source_of(r.shard) == source] for peer, each in readings.items()}
+            )
+            for source in range(count)
+        ]
+        return Ledger(sources=tuple(parts))
+
+    def is_done(self, shard: int) -> bool:
+        """Whether a shard has been read to its end."""
+        return self.of(source_of(shard)).is_done(shard)
+
+    def reading(self, shard: int) -> Reading | None:
+        """How far a shard that somebody has begun was read; None for others and those that are done."""
+        return self.of(source_of(shard)).reading(shard)

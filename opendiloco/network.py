@@ -193,10 +193,10 @@ class PeerProcess:
         """The trainer's progress in its inner phase."""
         self._presence.report(report)
 
-    async def lease(self, at: Reading | None) -> Reading:
+    async def lease(self, at: Reading | None, source: int = 0) -> Reading:
         """Where the trainer reads on; see `Leases.lease`."""
         presence = self._presence
-        reading = self._leases.lease(at, presence.position.ledger, presence.claims())
+        reading = self._leases.lease(at, presence.position.ledger, presence.claims(), source=source)
         presence.claim(self._leases.claims)
         return reading
 

@@ -5,9 +5,12 @@ The order of each pass follows from the run's seed alone. Which shards of it a w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,13 +18,23 @@ from numpy.typing import NDArray
 
 from opendiloco.errors import SettingsError
 from opendiloco.ledger import Reading
-from opendiloco.text import StreamedText, digest, is_held_out
+from opendiloco.text import StreamedText, UnreadableText, digest, is_held_out
 from opendiloco.tokenizer import Tokenizer, Tokens
 
 WINDOW_DOCUMENTS = 1_024
 """Documents of a streamed source that are shuffled together."""
 MAX_GROUPS = 8
 """Shards into which a file is cut at most: the worker of one of them reads the whole file and takes its documents."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Bookmark:
+    """A place before a sequence, and the tokens that were left over there."""
+
+    reading: Reading
+    carry: Tokens = field(default_factory=lambda: np.empty(0, np.int32), repr=False)
 
 
 class Sequences(Protocol):
@@ -31,20 +44,26 @@ class Sequences(Protocol):
     """Of one pass over the text."""
 
     @property
-    def reading(self) -> Reading:
+    def bookmark(self) -> Bookmark:
         """Where the next sequence comes from."""
 
     def go_to(self, reading: Reading) -> None:
         """Read on from there."""
 
+    def return_to(self, bookmark: Bookmark) -> None:
+        """Go on as if it had never left there."""
+
     def next_sequence(self) -> Tokens | None:
-        """Token ids [seq_len]; None, and `reading` is done, when the shard is at its end."""
+        """Token ids [seq_len]; None, and the reading is done, when the shard is at its end."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position before the next sequence, as JSON values."""
+    def state_of(self, bookmark: Bookmark) -> dict[str, Any]:
+        """A place as JSON values; any thread may ask."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to a position."""
+    def bookmark_of(self, state: dict[str, Any]) -> Bookmark:
+        """The place that `state_of` wrote. Raises SettingsError if it is in another order or text."""
+
+    def close(self) -> None:
+        """End what runs for it, and a wait for the hub in another thread."""
 
 
 class MemorySequences:
@@ -59,10 +78,17 @@ class MemorySequences:
         self._start_pass(0)
         self.reading = Reading(shard=0)
 
+    @property
+    def bookmark(self) -> Bookmark:
+        return Bookmark(self.reading)
+
     def go_to(self, reading: Reading) -> None:
         if reading.shard // self.shards != self._pass:
             self._start_pass(reading.shard // self.shards)
         self.reading = reading
+
+    def return_to(self, bookmark: Bookmark) -> None:
+        self.go_to(bookmark.reading)
 
     def next_sequence(self) -> Tokens | None:
         taken, count = self.reading.sequences, len(self._order)
@@ -75,17 +101,20 @@ class MemorySequences:
         start = self._offset + int(self._order[first + taken]) * self._seq_len
         return self._tokens[start : start + self._seq_len]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._seed, "source_tokens": len(self._tokens), "reading": self.reading.model_dump()}
+    def state_of(self, bookmark: Bookmark) -> dict[str, Any]:
+        return {"seed": self._seed, "source_tokens": len(self._tokens), "reading": bookmark.reading.model_dump()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def bookmark_of(self, state: dict[str, Any]) -> Bookmark:
         _check_same_order(state, self._seed)
         if state.get("source_tokens") != len(self._tokens):
             raise SettingsError(
                 f"data.source {self._source} has {len(self._tokens)} training tokens here and had "
                 f"{state.get('source_tokens')} at the checkpoint: restore the text, or resume in a new folder"
             )
-        self.go_to(Reading.model_validate(state["reading"]))
+        return Bookmark(Reading.model_validate(state["reading"]))
+
+    def close(self) -> None:
+        """Nothing runs for it."""
 
     def _start_pass(self, number: int) -> None:
         self._pass = number
@@ -107,23 +136,36 @@ class StreamedSequences:
         self._source, self._data, self._tokenizer, self._seed = source, source.data, tokenizer, seed
         self._groups = max(1, min(MAX_GROUPS, shards // source.shard_count))
         self.shards = min(shards, source.shard_count * self._groups)
-        self._carry: Tokens = np.empty(0, np.int32)
-        self._window, self._emitted = self._carry, 0
-        self._is_last = self._is_done = False
-        self._begin(Reading(shard=0))
+        self._left_out = 0
+        self._rows = self._rows_from(Reading(shard=0))
+        self.return_to(Bookmark(Reading(shard=0)))
 
     @property
     def reading(self) -> Reading:
         return self._start.model_copy(update={"sequences": self._emitted, "done": self._is_done})
 
+    @property
+    def bookmark(self) -> Bookmark:
+        return Bookmark(self.reading, self._carry)
+
     def go_to(self, reading: Reading) -> None:
-        if reading == self.reading:
-            return
-        self._carry = self._left() if self._is_done else self._carry[:0]
-        self._begin(reading)
+        if reading != self.reading:
+            self.return_to(Bookmark(reading, self._left() if self._is_done else self._carry[:0]))
+
+    def return_to(self, bookmark: Bookmark) -> None:
+        reading = bookmark.reading
+        self._carry: Tokens = bookmark.carry
+        self._start = self._end = reading.model_copy(update={"sequences": 0, "done": False})
+        self._rows.close()  # at once, and not when its memory is collected: it holds what it reads from
+        self._rows = self._rows_from(self._start)
+        self._emitted, self._is_done = reading.sequences, reading.done
+        self._window, self._is_last = self._carry, False
+        self._is_read = not self._emitted  # else the window is read again once it is needed
 
     def next_sequence(self) -> Tokens | None:
         seq_len = self._data.seq_len
+        if not self._is_read:
+            self._read_window()
         while (self._emitted + 1) * seq_len > len(self._window):
             if self._is_last:
                 self._is_done = True
@@ -134,35 +176,33 @@ class StreamedSequences:
         self._emitted += 1
         return self._window[start : start + seq_len]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": self._seed, "reading": self.reading.model_dump(), "carry": self._carry.tolist()}
+    def state_of(self, bookmark: Bookmark) -> dict[str, Any]:
+        return {"seed": self._seed, "reading": bookmark.reading.model_dump(), "carry": bookmark.carry.tolist()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def bookmark_of(self, state: dict[str, Any]) -> Bookmark:
         _check_same_order(state, self._seed)
         if "carry" not in state:
             raise SettingsError(
                 f"data.source {self._data.source} was small enough for memory at the checkpoint and is streamed "
                 "here: restore the text, or resume in a new folder"
             )
-        self._carry = np.array(state["carry"], np.int32)
-        self._begin(Reading.model_validate(state["reading"]))
+        return Bookmark(Reading.model_validate(state["reading"]), np.array(state["carry"], np.int32))
 
-    def _begin(self, reading: Reading) -> None:
-        self._start = self._end = reading.model_copy(update={"sequences": 0, "done": False})
-        self._rows = self._rows_from(self._start)
-        self._emitted, self._is_done = reading.sequences, reading.done
-        self._window, self._is_last = self._carry, False
-        if self._emitted:
-            self._read_window()
+    def close(self) -> None:
+        self._source.stopped.set()
+        with contextlib.suppress(ValueError):  # a thread is reading: it closes them when it ends
+            self._rows.close()
 
     def _left(self) -> Tokens:
         """Tokens of the window that are in no sequence."""
+        if not self._is_read:
+            self._read_window()
         return self._window[self._emitted * self._data.seq_len :]
 
     def _read_window(self) -> None:
         """Read on from the window's start: what was left over, then the window's documents in another order."""
         documents: list[str] = []
-        self._is_last = True
+        self._is_read = self._is_last = True
         for place, pieces in self._rows:
             self._end = place
             documents += pieces
@@ -173,18 +213,27 @@ class StreamedSequences:
         new = self._tokenizer.encode_documents([documents[i] for i in order])
         self._window = np.concatenate([self._carry.astype(new.dtype), new])
 
-    def _rows_from(self, start: Reading) -> Iterator[tuple[Reading, list[str]]]:
+    def _rows_from(self, start: Reading) -> Generator[tuple[Reading, list[str]], None, None]:
         """Training documents of each row of the shard from a place on, with the place after them."""
         number, index = divmod(start.shard, self.shards)
         files, count = permutation(self._source.shard_count, "files", self._seed, number), self._source.shard_count
         mine = files[index :: self.shards] if self.shards < count else files[index % count : index % count + 1]
         done = start.rows
         for place in range(start.files, len(mine)):
-            rows = self._source.rows(int(mine[place]), skip=done)
+            rows = self._readable(self._source.rows(int(mine[place]), skip=done))
             for read, pieces in enumerate(rows, start=done + 1):
                 wanted = [piece for piece in pieces if self._is_wanted(piece, number, index // count)]
                 yield Reading(shard=start.shard, files=place, rows=read), wanted
             done = 0
+
+    def _readable(self, rows: Iterator[list[str]]) -> Iterator[list[str]]:
+        """The rows of a file up to where it is broken: one bad file of thousands must not end a run."""
+        try:
+            yield from rows
+        except UnreadableText as error:
+            self._left_out += 1
+            if self._left_out.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
+                logger.warning("%s: the rest of it is left out (files left out so far: %d)", error, self._left_out)
 
     def _is_wanted(self, document: str, number: int, group: int) -> bool:
         """Whether a training document of a file belongs to one of the groups into which this pass divides the file."""

@@ -184,9 +184,9 @@ class Swarm:
         """Tell the swarm how far this worker's inner phase is; does not wait."""
         self._caller.start("report", report)
 
-    def lease(self, at: Reading | None) -> Reading:
-        """Where to read on, for a worker that is at `at`: there, or in another shard of the text."""
-        reading: Reading = self._caller.call("lease", at)
+    def lease(self, at: Reading | None, source: int = 0) -> Reading:
+        """Where to read on in a source, for a worker that is at `at`: there, or in another shard of the text."""
+        reading: Reading = self._caller.call("lease", at, source)
         return reading
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import glob
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from opendiloco.config import DataConfig
-from opendiloco.errors import SettingsError
+from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.hub import explanation, patient
 
 PIECE_CHARS = 16_384
 """Characters of the longest document; longer files and rows are cut."""
@@ -37,6 +40,10 @@ _SUFFIXES = {
 }
 
 
+class UnreadableText(SettingsError):
+    """A file that is gone or broken. At the start it ends the worker; later on what is left of the file is left out."""
+
+
 @dataclass(frozen=True)
 class MemoryText:
     """A source that is read as a whole. `documents` are distinct and in the order of their digests,
@@ -50,8 +57,15 @@ class StreamedText:
     """A source too large to hold: shards (its files) of rows, each of which can be read from any row on."""
 
     data: DataConfig
+    """Of this source alone."""
     dataset: Any
     """A datasets.IterableDataset."""
+    files: tuple[str, ...] = ()
+    """Names of the shards' files, where they are known."""
+    leaving: Callable[[], bool] = lambda: False
+    """Ends a wait for the hub."""
+    stopped: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set: nobody reads any more, which ends a wait for the hub too."""
 
     @property
     def shard_count(self) -> int:
@@ -61,27 +75,34 @@ class StreamedText:
         """Documents of each row of one shard, without its first `skip` rows. A row may give none.
 
         Raises:
-            SettingsError: a row that cannot be read or has no text in data.text_field.
+            UnreadableText: the file is gone, or broken from this row on.
+            SettingsError: no text in data.text_field; the hub refuses the file.
         """
         part = self.dataset.shard(num_shards=self.shard_count, index=shard)
-        for text in _row_texts(part.skip(skip) if skip else part, self.data):
-            yield cut(text, PIECE_CHARS)
+        part = part.skip(skip) if skip else part
+        file = self.files[shard] if shard < len(self.files) else f"file {shard + 1} of {self.shard_count}"
+        with patient(lambda: self.stopped.is_set() or self.leaving()) if is_on_hub(self.data) else nullcontext():
+            for text in _row_texts(part, self.data, file=file, skipped=skip):
+                yield cut(text, PIECE_CHARS)
 
 
-def read_source(data: DataConfig) -> MemoryText | StreamedText:
+def read_source(data: DataConfig, *, leaving: Callable[[], bool] = lambda: False) -> MemoryText | StreamedText:
     """Open data.source.
 
+    Args:
+        leaving: ends a wait for a hub that does not answer.
     Returns: all documents of a `stdlib`, `text:` or small data set, else a source to stream from.
     Raises:
         SettingsError: unknown scheme, missing or empty source, missing text field, unreadable rows.
+        HubStopped: on leaving.
     """
-    scheme, _, place = data.source.partition(":")
+    scheme, _, place = str(data.source).partition(":")
     if data.source == "stdlib":
         return _in_memory(_read_files(_stdlib_files(), data), data)
     check_source(data)
     if scheme == "text":
         return _in_memory(_read_files(_files(data, place, suffixes=()), data), data)
-    source = StreamedText(data=data, dataset=_open_dataset(data, scheme, place))
+    source = _open_stream(data, scheme, place, leaving)
     rows = (row for shard in range(source.shard_count) for row in source.rows(shard))
     head = list(islice((piece for row in rows for piece in row), MEMORY_PIECES + 1))
     if len(head) <= MEMORY_PIECES:
@@ -102,11 +123,16 @@ def check_source(data: DataConfig) -> None:
     Raises:
         SettingsError: unknown scheme, no such file.
     """
-    scheme, colon, place = data.source.partition(":")
+    scheme, colon, place = str(data.source).partition(":")
     if data.source != "stdlib" and (not colon or not place or scheme not in ("text", "jsonl", "parquet", "hf")):
         raise SettingsError(f"data.source is {data.source!r}: use {_SCHEMES}")
     if scheme in ("text", "jsonl", "parquet"):
         _files(data, place, suffixes=_SUFFIXES.get(scheme, ()))
+
+
+def is_on_hub(data: DataConfig) -> bool:
+    """Whether data.source is a name on the hub, or a folder in that form."""
+    return str(data.source).startswith("hf:")
 
 
 def cut(text: str, size: int) -> list[str]:
@@ -186,27 +212,35 @@ def _files(data: DataConfig, place: str, *, suffixes: tuple[str, ...]) -> list[P
     return sorted(files)
 
 
-def _open_dataset(data: DataConfig, scheme: str, place: str) -> Any:
+def _open_stream(data: DataConfig, scheme: str, place: str, leaving: Callable[[], bool]) -> StreamedText:
     """A streaming data set of the `datasets` library, which reads compressed and remote files alike."""
-    from datasets import load_dataset  # slow to import, and needed by these schemes only
+    from datasets import load_dataset_builder  # slow to import, and needed by these schemes only
 
     try:
         if scheme == "hf":
             name, config = _hub_name(place)
-            return load_dataset(name, config, split="train", streaming=True)
-        files = _files(data, place, suffixes=_SUFFIXES[scheme])
-        full = [str(file) for file in files if file.stat().st_size]
-        if not full:
-            raise SettingsError(f"data.source {data.source} has no text: name one that has some")
-        kind = "json" if scheme == "jsonl" else "parquet"
-        return load_dataset(kind, data_files=full, split="train", streaming=True)
-    except (ConnectionError, FileNotFoundError) as error:
-        raise SettingsError(
-            f"data.source is {data.source}, which is neither a folder here nor could it be reached on the hub: "
-            f"{_first_line(error)}"
-        ) from error
-    except (ValueError, TypeError, OSError, RuntimeError, StopIteration) as error:
+            with patient(leaving):
+                builder = load_dataset_builder(name, config)
+                dataset = builder.as_streaming_dataset(split="train")
+        else:
+            full = [str(file) for file in _files(data, place, suffixes=_SUFFIXES[scheme]) if file.stat().st_size]
+            if not full:
+                raise SettingsError(f"data.source {data.source} has no text: name one that has some")
+            builder = load_dataset_builder("json" if scheme == "jsonl" else "parquet", data_files=full)
+            dataset = builder.as_streaming_dataset(split="train")
+    except OpendilocoError:
+        raise
+    except Exception as error:  # whatever a library finds wrong with a file or an answer
+        if scheme == "hf" and (reason := explanation(error)) is not None:
+            raise SettingsError(f"data.source is {data.source}, but {reason}") from error
+        if isinstance(error, (ConnectionError, FileNotFoundError)):
+            raise SettingsError(
+                f"data.source is {data.source}, which is neither a folder here nor could it be reached on the hub: "
+                f"{_first_line(error)}"
+            ) from error
         raise SettingsError(f"data.source {data.source} cannot be read: {_first_line(error)}") from error
+    files = tuple(map(str, (builder.config.data_files or {}).get("train", ())))
+    return StreamedText(data, dataset, files if len(files) == dataset.num_shards else (), leaving)
 
 
 def _hub_name(place: str) -> tuple[str, str | None]:
@@ -217,16 +251,23 @@ def _hub_name(place: str) -> tuple[str, str | None]:
     return "/".join(parts[:2]), parts[2]
 
 
-def _row_texts(dataset: Any, data: DataConfig) -> Iterator[str]:
+def _row_texts(dataset: Any, data: DataConfig, *, file: str, skipped: int) -> Iterator[str]:
     """The text of each row; an empty string for a row whose text is null."""
-    rows = iter(dataset)
-    while True:
+    rows: Iterator[dict[str, Any]] = iter(())
+    for number in count(skipped):
         try:
+            rows = rows if number > skipped else iter(dataset)
             row = next(rows)
         except StopIteration:
             return
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise SettingsError(f"data.source {data.source} cannot be read: {_first_line(error)}") from error
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever the readers of a dozen formats find wrong with a file
+            if is_on_hub(data) and (reason := explanation(error)) is not None:
+                raise SettingsError(f"data.source is {data.source}, but at {file} {reason}") from error
+            raise UnreadableText(
+                f"data.source {data.source} cannot be read: {file}, after row {number}: {_first_line(error)}"
+            ) from error
         if data.text_field not in row:
             raise SettingsError(
                 f"data.text_field is {data.text_field!r}, but data.source {data.source} has the fields "
@@ -236,7 +277,8 @@ def _row_texts(dataset: Any, data: DataConfig) -> Iterator[str]:
         if text is not None and not isinstance(text, str):
             raise SettingsError(
                 f"data.text_field is {data.text_field!r}, which holds {type(text).__name__} and not text in "
-                f"data.source {data.source}: set it to another of {', '.join(sorted(map(str, row)))}"
+                f"data.source {data.source} ({file}, row {number + 1}): set it to another of "
+                f"{', '.join(sorted(map(str, row)))}"
             )
         yield text or ""
 

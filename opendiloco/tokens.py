@@ -6,8 +6,7 @@ Every stream can be resumed at the exact sequence.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,46 +17,57 @@ from opendiloco.config import DataConfig
 from opendiloco.errors import SettingsError
 from opendiloco.leases import read_alone
 from opendiloco.ledger import MAX_READINGS, Reading
+from opendiloco.mixture import Mixture, mixture, split_sources
+from opendiloco.prefetch import Prefetched
+from opendiloco.reader import Lease as Lease
+from opendiloco.reader import SourceReader
 from opendiloco.sequences import MemorySequences, Sequences, StreamedSequences
 from opendiloco.text import MemoryText, StreamedText, digest, is_held_out, read_source
 from opendiloco.tokenizer import Tokenizer, Tokens
-
-Lease = Callable[[Reading | None], Reading]
-"""Where to read on: takes where this worker is (None at the start), gives the same place or one in another shard."""
-
-logger = logging.getLogger(__name__)
 
 
 class TokenStream(Iterator[Tensor]):
     """Endless batches of training tokens: int64 [batch_size, seq_len], on the CPU.
 
-    `tokens_seen` counts what was handed out, over restarts too.
+    `tokens_seen` counts what was handed out, over restarts too. A batch that fails leaves the position as it was.
     """
 
-    def __init__(self, sequences: Sequences, *, batch_size: int, lease: Lease = read_alone) -> None:
+    def __init__(self, readers: Sequence[SourceReader], mixture: Mixture, *, batch_size: int) -> None:
+        """Args: `readers` of the sources that are mixed."""
         self.tokens_seen = 0
-        self._sequences, self._batch_size, self._lease = sequences, batch_size, lease
-        self._finished: list[Reading] = []
-        self._has_begun = self._has_lease = False
-        self._pass = 0
+        self._readers, self._mixture, self._batch_size = readers, mixture, batch_size
+        self._taken = [0] * len(readers)
 
     def __next__(self) -> Tensor:
-        if not self._has_lease:
-            self._go_to(self._lease(self._sequences.reading if self._has_begun else None))
-        rows = [self._next_sequence() for _ in range(self._batch_size)]
+        before = self._taken[:], [reader.state for reader in self._readers]
+        try:
+            rows = [self._next_sequence() for _ in range(self._batch_size)]
+        except BaseException:
+            self._taken = before[0]
+            for reader, state in zip(self._readers, before[1], strict=True):
+                reader.return_to(state)
+            raise
         batch = torch.from_numpy(np.stack(rows).astype(np.int64))
         self.tokens_seen += batch.numel()
         return batch
 
     @property
+    def scarcest(self) -> SourceReader:
+        """The source with the fewest shards in a pass: so many workers can read different text of it at a time."""
+        return min(self._readers, key=lambda reader: reader.shards)
+
+    @property
     def shards(self) -> int:
-        """Of one pass over the text: so many workers can read different text at a time."""
-        return self._sequences.shards
+        """Of one pass over the source that has the fewest."""
+        return self.scarcest.shards
 
     @property
     def readings(self) -> tuple[Reading, ...]:
-        """What this worker has read since `renew(reported=True)`, in order; the last one is where it is."""
-        return (*self._finished[1 - MAX_READINGS :], self._sequences.reading) if self._has_begun else ()
+        """What this worker has read since `renew(reported=True)`, by source and in order; the last one of each source
+        is where it is."""
+        room = MAX_READINGS // len(self._readers)
+        begun = [(reader, reading) for reader in self._readers if (reading := reader.reading) is not None]
+        return tuple(each for reader, reading in begun for each in (*reader.finished[1 - room :], reading))
 
     def renew(self, *, reported: bool) -> None:
         """A round is over: before the next batch, find out whether the shard is another worker's now.
@@ -65,13 +75,13 @@ class TokenStream(Iterator[Tensor]):
         Args:
             reported: whether the round counts what this worker has read.
         """
-        if reported:
-            self._finished.clear()
-        self._has_lease = False
+        for reader in self._readers:
+            reader.renew(reported=reported)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as JSON values. A stream of the same arguments goes on from it at the next batch."""
-        return {"tokens_seen": self.tokens_seen, "has_begun": self._has_begun, **self._sequences.state_dict()}
+        sources = [reader.state_dict() for reader in self._readers]
+        return {"tokens_seen": self.tokens_seen, "taken": self._taken[:], "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the stream that gave `state` stood, if that shard is still this worker's.
@@ -79,60 +89,95 @@ class TokenStream(Iterator[Tensor]):
         Raises:
             SettingsError: the state is of another stream or the text has changed; the stream is as before.
         """
-        self._sequences.load_state_dict(state)
-        self.tokens_seen, self._has_begun = int(state["tokens_seen"]), bool(state["has_begun"])
-        self._pass = self._sequences.reading.shard // self.shards
-        self.renew(reported=True)
+        if len(state["sources"]) != len(self._readers):
+            raise SettingsError(
+                f"data.source names {len(self._readers)} sources and had {len(state['sources'])} at the checkpoint: "
+                "restore it, or resume in a new folder"
+            )
+        states = [reader.state_in(part) for reader, part in zip(self._readers, state["sources"], strict=True)]
+        for reader, standing in zip(self._readers, states, strict=True):
+            reader.return_to(standing)
+        self.tokens_seen, self._taken = int(state["tokens_seen"]), [int(number) for number in state["taken"]]
+
+    def close(self) -> None:
+        """End the threads that read ahead."""
+        for reader in self._readers:
+            reader.close()
 
     def _next_sequence(self) -> Tokens:
-        while (sequence := self._sequences.next_sequence()) is None:
-            done = self._sequences.reading
-            self._finished.append(done)
-            self._go_to(self._lease(done))
+        source = self._mixture.next_source(self._taken)
+        sequence = self._readers[source].next_sequence()
+        self._taken[source] += 1
         return sequence
-
-    def _go_to(self, reading: Reading) -> None:
-        self._has_begun = self._has_lease = True
-        self._sequences.go_to(reading)
-        if (number := reading.shard // self.shards) > self._pass:
-            self._pass = number
-            logger.info("pass %d over the text begins", number + 1)
 
 
 def training_stream(
-    data: DataConfig, tokenizer: Tokenizer, *, seed: int, batch_size: int, lease: Lease = read_alone
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    batch_size: int,
+    lease: Lease = read_alone,
+    prefetch: bool = False,
+    leaving: Callable[[], bool] = lambda: False,
 ) -> TokenStream:
     """Endless training batches in the order that `seed` gives, from the shards that `lease` says.
 
+    Args:
+        prefetch: read and tokenize in threads of their own, which end with `TokenStream.close`.
+        leaving: ends a wait for text with `Leave`.
     Raises:
         SettingsError: data.source cannot be read, or is too small for data.seq_len.
     """
-    source = read_source(data)
-    sequences: Sequences
+    sources, weights = split_sources(data)
+    readers = []
+    for number, part in enumerate(sources):
+        sequences = _sequences(part, tokenizer, seed=seed, prefetch=prefetch, leaving=leaving)
+        assert isinstance(part.source, str)
+        readers.append(SourceReader(sequences, lease, name=part.source, source=number, is_one_of_many=len(sources) > 1))
+    return TokenStream(readers, mixture(weights, seed=seed), batch_size=batch_size)
+
+
+def _sequences(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, prefetch: bool, leaving: Callable[[], bool]
+) -> Sequences:
+    """Training sequences of one source. Those of a text in memory are there: nothing to make ready."""
+    source = read_source(data, leaving=leaving)
     if isinstance(source, StreamedText):
-        sequences = StreamedSequences(source, tokenizer, seed=seed, shards=data.shards)
-    else:
-        training, _ = _split(source, data, tokenizer)
-        tokens = tokenizer.encode_documents(training)
-        sequences = MemorySequences(tokens, seq_len=data.seq_len, source=data.source, seed=seed, shards=data.shards)
-    return TokenStream(sequences, batch_size=batch_size, lease=lease)
+        streamed = StreamedSequences(source, tokenizer, seed=seed, shards=data.shards)
+        return Prefetched(streamed, seq_len=data.seq_len, leaving=leaving) if prefetch else streamed
+    training, _ = _split(source, data, tokenizer)
+    tokens = tokenizer.encode_documents(training)
+    return MemorySequences(tokens, seq_len=data.seq_len, source=str(data.source), seed=seed, shards=data.shards)
 
 
-def validation_batches(data: DataConfig, tokenizer: Tokenizer, *, batch_size: int) -> list[Tensor]:
+def validation_batches(
+    data: DataConfig, tokenizer: Tokenizer, *, batch_size: int, leaving: Callable[[], bool] = lambda: False
+) -> list[Tensor]:
     """The held-out sequences: int64 [at most batch_size, seq_len] each, the same on every peer.
 
-    At most data.validation_sequences sequences in all; at least one.
+    At most data.validation_sequences sequences in all, of each source its share; at least one of each.
     Raises:
         SettingsError: as `training_stream`.
     """
-    source = read_source(data)
+    sources, weights = split_sources(data)
+    shares = mixture(weights, seed=0).shares(data.validation_sequences)
+    rows = [
+        _held_out(part.model_copy(update={"validation_sequences": share}), tokenizer, leaving)
+        for part, share in zip(sources, shares, strict=True)
+    ]
+    return list(torch.split(torch.cat(rows), batch_size))
+
+
+def _held_out(data: DataConfig, tokenizer: Tokenizer, leaving: Callable[[], bool]) -> Tensor:
+    """The held-out sequences of one source: int64 [at most data.validation_sequences, seq_len]."""
+    source = read_source(data, leaving=leaving)
     if isinstance(source, StreamedText):
         tokens = _held_out_of_stream(source, data, tokenizer)
     else:
         tokens = tokenizer.encode_documents(_split(source, data, tokenizer)[1])
     count = min(len(tokens) // data.seq_len, data.validation_sequences)
-    rows = torch.from_numpy(tokens[: count * data.seq_len].astype(np.int64)).view(count, data.seq_len)
-    return list(torch.split(rows, batch_size))
+    return torch.from_numpy(tokens[: count * data.seq_len].astype(np.int64)).view(count, data.seq_len)
 
 
 def _split(text: MemoryText, data: DataConfig, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:

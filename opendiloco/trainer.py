@@ -12,9 +12,9 @@ from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.leave import Leave, LeaveRequest
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
+from opendiloco.mixture import check_sources
 from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm, write_addresses
-from opendiloco.text import check_source
 from opendiloco.trackers import check_sinks, open_sinks
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def run_worker(
     check_sinks(settings.peer.log.sinks)
     check_folder(out)
     if settings.has_run_file or not settings.peer.swarm.peers:
-        check_source(settings.contract.data)
+        check_sources(settings.contract.data)
     with (
         contextlib.suppress(Leave),  # before the first inner step
         setup_logging(out / "log.txt", console=True),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opendiloco.averager import Averager
 from opendiloco.card import model_files
@@ -22,7 +23,7 @@ from opendiloco.display import Display, evaluation_line, round_line
 from opendiloco.evaluator import Evaluator
 from opendiloco.flat import trainable_parameters
 from opendiloco.inner import InnerStepResult, inner_step, learning_rate
-from opendiloco.leave import Leave
+from opendiloco.leave import Leave, run
 from opendiloco.metrics import (
     EvalEvent,
     InnerStepEvent,
@@ -37,7 +38,7 @@ from opendiloco.replica import build_replica
 from opendiloco.report import RoundReport, round_event
 from opendiloco.settings import Settings
 from opendiloco.tokenizer import load_tokenizer
-from opendiloco.tokens import training_stream, validation_batches
+from opendiloco.tokens import TokenStream, training_stream, validation_batches
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +86,7 @@ class Worker:
         check_batch(contract, self._ranks)
         self.tokenizer = load_tokenizer(contract.data.tokenizer)
         seed, batch_size = contract.run.seed, contract.inner.batch_size
-        self._stream = training_stream(
-            contract.data, self.tokenizer, seed=seed, batch_size=batch_size, lease=swarm.lease
-        )
+        self._stream, validation = run(lambda: self._open_text(seed, batch_size), leaving, name="opening the text")
         vocab_size = self.tokenizer.vocab_size
         self._ranks.open()
         self._ranks.give(Prepare(contract, self._compute, vocab_size))
@@ -95,7 +94,7 @@ class Worker:
         self.model = self._replica.model
         self._evaluator = Evaluator(
             contract,
-            validation_batches(contract.data, self.tokenizer, batch_size=batch_size),
+            validation,
             swarm,
             precision=self._compute.precision,
             report=self._report_evaluation,
@@ -125,6 +124,20 @@ class Worker:
         self._checkpointed = self.optimizer.round
         self._announce_join(time.monotonic() - started)
 
+    def _open_text(self, seed: int, batch_size: int) -> tuple[TokenStream, list[Tensor]]:
+        data, tokenizer, leaving = self.contract.data, self.tokenizer, self._leaving
+        validation = validation_batches(data, tokenizer, batch_size=batch_size, leaving=leaving)
+        stream = training_stream(
+            data,
+            tokenizer,
+            seed=seed,
+            batch_size=batch_size,
+            lease=self._swarm.lease,
+            prefetch=True,
+            leaving=leaving,
+        )
+        return stream, validation
+
     def train(self) -> None:
         """Train until the run's last round is committed, or until the user asks to leave."""
         reason = "finished"
@@ -139,6 +152,7 @@ class Worker:
             reason = "asked to leave"
             self._checkpoint(leaving=True)
         finally:
+            self._stream.close()
             self._write_rounds()
             self.optimizer.finish()
         self.optimizer.write_outer_parameters()
@@ -249,7 +263,7 @@ class Worker:
         if workers > self._stream.shards and not self._has_warned_of_shards:
             self._has_warned_of_shards = True
             self._warn(
-                f"data.source {self.contract.data.source} has {self._stream.shards} shards for {workers} workers, so "
+                f"data.source {self._stream.scarcest.name} has {self._stream.shards} shards for {workers} workers, so "
                 f"some read the same text: raise data.shards in the next run, or use more text or more files"
             )
 

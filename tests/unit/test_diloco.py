@@ -103,7 +103,7 @@ class Swarm:
     def withdraw(self) -> None:
         self.withdrawn = True
 
-    def lease(self, at: Reading | None) -> Reading:
+    def lease(self, at: Reading | None, source: int = 0) -> Reading:
         return self._member.lease(at)
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:

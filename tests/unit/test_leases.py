@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from opendiloco.leases import Leases, choose_shard, keeps, read_alone
-from opendiloco.ledger import MAX_OPEN, MAX_READINGS, Ledger, Reading
+from opendiloco.ledger import MAX_OPEN, MAX_READINGS, Ledger, Reading, SourceLedger
 
 SEQUENCES = 5  # in a shard
 
@@ -29,7 +29,7 @@ def at(shard: int, sequences: int) -> Reading:
 
 
 def test_a_ledger_knows_what_was_read_what_was_begun_and_what_was_left_out() -> None:
-    ledger = Ledger().after({"a": (done(0), at(3, 2)), "b": (at(1, 4),)})
+    ledger = SourceLedger().after({"a": (done(0), at(3, 2)), "b": (at(1, 4),)})
     assert ledger.untouched == 4
     assert ledger.open == (at(1, 4), at(2, 0), at(3, 2))
     assert ledger.readers == {"a": 3, "b": 1}
@@ -39,30 +39,30 @@ def test_a_ledger_knows_what_was_read_what_was_begun_and_what_was_left_out() -> 
 
 
 def test_a_shard_whose_reader_took_no_part_in_the_next_round_is_free_where_it_was_left() -> None:
-    ledger = Ledger().after({"a": (at(0, 3),), "b": (at(1, 2),)}).after({"a": (at(0, 4),)})
+    ledger = SourceLedger().after({"a": (at(0, 3),), "b": (at(1, 2),)}).after({"a": (at(0, 4),)})
     assert next(ledger.free()) == 1
     assert ledger.reading(1) == at(1, 2)
 
 
 def test_reading_never_goes_back_and_what_is_done_stays_done() -> None:
-    ledger = Ledger().after({"a": (at(0, 3),), "b": (done(1),)})
+    ledger = SourceLedger().after({"a": (at(0, 3),), "b": (done(1),)})
     again = ledger.after({"a": (at(0, 2),), "b": (at(1, 1),)})
     assert (again.open, again.untouched) == (ledger.open, ledger.untouched)
 
 
 def test_rounds_that_are_known_already_change_nothing() -> None:
     rounds = [{"a": (done(0), at(2, 1)), "b": (at(1, 4),)}, {"a": (done(2), at(4, 1)), "b": (done(1), at(3, 2))}]
-    ledger = Ledger().after(rounds[0]).after(rounds[1])
+    ledger = SourceLedger().after(rounds[0]).after(rounds[1])
     assert ledger.after(rounds[0]).after(rounds[1]) == ledger
 
 
 def test_numbers_out_of_proportion_are_ignored() -> None:
-    ledger = Ledger().after({"a": (at(2**40, 1),), "b": (at(0, 1),)})
+    ledger = SourceLedger().after({"a": (at(2**40, 1),), "b": (at(0, 1),)})
     assert (ledger.untouched, len(ledger.open)) == (1, 1)
     for _ in range(3):
         ledger = ledger.after({"a": (at(ledger.untouched + MAX_OPEN - len(ledger.open) - 1, 1),)})
     assert len(ledger.open) <= MAX_OPEN
-    assert Ledger.model_validate_json(ledger.model_dump_json()) == ledger
+    assert SourceLedger.model_validate_json(ledger.model_dump_json()) == ledger
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_numbers_out_of_proportion_are_ignored() -> None:
 )
 def test_a_malformed_ledger_is_refused(bad: str) -> None:
     with pytest.raises(ValidationError):
-        Ledger.model_validate_json(bad)
+        SourceLedger.model_validate_json(bad)
 
 
 # --- choices -------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_a_malformed_ledger_is_refused(bad: str) -> None:
 
 def test_workers_that_know_the_same_ledger_never_choose_the_same_shard() -> None:
     """Whatever they know of each other's choices since."""
-    ledger = Ledger().after({peer: (at(shard, 1),) for shard, peer in enumerate("abc")})
+    ledger = SourceLedger().after({peer: (at(shard, 1),) for shard, peer in enumerate("abc")})
     chosen = [choose_shard(ledger, peer, claims={peer: []}, chosen=count) for peer in "abc" for count in range(10)]
     assert sorted(chosen) == list(range(3, 33))
 
@@ -96,7 +96,7 @@ def test_workers_that_know_the_same_ledger_never_choose_the_same_shard() -> None
 def test_claims_of_others_never_drive_two_participants_together(foreign: set[int], count: int, chosen: int) -> None:
     """Somebody who died or has just come holds any of the free shards."""
     names = [f"reader {index}" for index in range(count)]
-    ledger = Ledger().after({name: (at(2 * index, 1),) for index, name in enumerate(names)})
+    ledger = SourceLedger().after({name: (at(2 * index, 1),) for index, name in enumerate(names)})
     claims = {"other": sorted(foreign), **{name: [2 * index] for index, name in enumerate(names)}}
     found = [choose_shard(ledger, name, claims=claims, chosen=chosen) for name in names]
     assert len(set(found)) == count
@@ -114,7 +114,7 @@ def test_a_latecomer_leaves_alone_what_the_others_have_leased() -> None:
     claims = {"a": [0, 3], "b": [1, 2, 4]}
     late = Leases("late").lease(None, ledger, claims).shard
     assert late not in {*claims["a"], *claims["b"]}
-    assert late not in {choose_shard(ledger, peer, claims=claims, chosen=1) for peer in "ab"}
+    assert late not in {choose_shard(ledger.of(0), peer, claims=claims, chosen=1) for peer in "ab"}
 
 
 def test_of_two_with_one_shard_exactly_one_moves_on() -> None:
@@ -201,7 +201,7 @@ def test_every_sequence_is_in_one_round_once_however_fast_the_readers_and_whoeve
     readers = [Reader(f"reader {index}") for index in range(count)]
     ledger, counted, names = Ledger(), list[tuple[int, int]](), count
     for _ in range(30):
-        steady = {reader.name for reader in readers} == ledger.readers.keys()
+        steady = {reader.name for reader in readers} == ledger.of(0).readers.keys()
         sees = others_are_seen or not steady  # those that came or went are known to all
         for reader in readers:
             reader.read(draw.randint(0, 13), ledger, readers if sees else [])
@@ -217,7 +217,7 @@ def test_every_sequence_is_in_one_round_once_however_fast_the_readers_and_whoeve
             readers.append(Reader(f"reader {(names := names + 1)}"))
     assert len(counted) == len(set(counted))
     read = set(counted)
-    for shard in range(ledger.untouched):
+    for shard in range(ledger.of(0).untouched):
         reading = ledger.reading(shard)
         until = SEQUENCES if reading is None else reading.sequences
         assert {(shard, number) for number in range(until)} <= read

@@ -85,7 +85,7 @@ def batches_of(contract: Contract, name: str, names: Sequence[str]) -> Iterator[
         load_tokenizer(contract.data.tokenizer),
         seed=contract.run.seed,
         batch_size=contract.inner.batch_size,
-        lease=lambda at: at or first,
+        lease=lambda at, source: at or first,
     )
 
 

@@ -160,7 +160,7 @@ def shard_of(data: DataConfig, number: int) -> list[list[int]]:
     """All sequences of one shard."""
     rows: list[list[int]] = []
 
-    def only_this_one(at: Reading | None) -> Reading:
+    def only_this_one(at: Reading | None, source: int) -> Reading:
         if at is not None:
             raise EOFError
         return Reading(shard=number)
@@ -206,7 +206,7 @@ def test_whoever_takes_a_shard_over_reads_on_where_its_reader_was(data: DataConf
         next(first)
     at = first.readings[-1]
     assert not at.done
-    taken_over = next(stream_of(data, lease=lambda _: at))
+    taken_over = next(stream_of(data, lease=lambda *_: at))
     if isinstance(read_source(data), MemoryText):
         assert torch.equal(taken_over, next(first))
     else:  # less than a sequence was left over from what came before: it goes with its reader
