@@ -55,6 +55,11 @@ class SourceReader:
         """Where it is, numbered as in the ledger; None if it has not begun."""
         return self._in_ledger(self._sequences.bookmark.reading) if self._has_begun else None
 
+    def begin(self) -> None:
+        """Have a lease: at the start, and after each round."""
+        if not self._has_lease:
+            self._go_to(self._sequences.bookmark.reading if self._has_begun else None)
+
     def next_sequence(self) -> Tokens:
         """Token ids [seq_len].
 
@@ -62,8 +67,7 @@ class SourceReader:
             SettingsError: the text cannot be read any more, or a whole pass gave no sequence.
             Leave: while it waited for a thread that reads.
         """
-        if not self._has_lease:
-            self._go_to(self._sequences.bookmark.reading if self._has_begun else None)
+        self.begin()
         empty_shards = 0
         while (sequence := self._sequences.next_sequence()) is None:
             empty_shards += 1

@@ -41,6 +41,8 @@ class TokenStream(Iterator[Tensor]):
     def __next__(self) -> Tensor:
         before = self._taken[:], [reader.state for reader in self._readers]
         try:
+            for reader in self._readers:  # all: those that read a source are known from their first round on
+                reader.begin()
             rows = [self._next_sequence() for _ in range(self._batch_size)]
         except BaseException:
             self._taken = before[0]
