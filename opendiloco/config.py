@@ -82,6 +82,9 @@ class DataConfig(Section):
     """Tokens per training sequence."""
     text_field: str = "text"
     """Column that holds the text in jsonl, parquet and hub data sets."""
+    separate_documents: bool = False
+    """Whether documents that share a sequence are kept apart: no attention from one to another, positions that restart.
+    """
     shards: Annotated[int, Field(ge=1, le=2**20), Unit("shards")] = 64
     """Parts of the text, of which every worker leases one at a time: so many workers read different text. A streamed
     source gives at most 8 for each of its files."""

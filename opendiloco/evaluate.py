@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from opendiloco.config import ComputeConfig, DataConfig
 from opendiloco.inner import choose_device
 from opendiloco.model import causal_lm_loss, generate_text, load_model
+from opendiloco.separation import check_separation, has_target
 from opendiloco.tokens import validation_batches
 
 EVAL_BATCH_SIZE = 8
@@ -24,11 +25,13 @@ def validation_loss(
     batches: Sequence[Tensor],
     *,
     precision: Literal["fp32", "bf16"] = "fp32",
+    end_id: int | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:
     """Mean next-token cross entropy (nats) over `batches` of int64 [batch, seq_len], and how many tokens that was.
 
     Args:
+        end_id: last token of each document, where documents are to be kept apart.
         between: called before each batch; what it raises ends the evaluation, with the model as before.
     """
     device = next(model.parameters()).device
@@ -39,13 +42,13 @@ def validation_loss(
         for batch in batches:
             between()
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                loss = float(causal_lm_loss(model, batch.to(device)))
-            predicted = batch.shape[0] * (batch.shape[1] - 1)
+                loss = float(causal_lm_loss(model, batch.to(device), end_id=end_id))
+            predicted = int(has_target(batch, end_id).sum())
             total += loss * predicted
             count += predicted
     finally:
         model.train(training)
-    return total / count, count
+    return total / max(1, count), count
 
 
 def run_eval(model_dir: Path, data: DataConfig, *, compute: ComputeConfig) -> int:
@@ -53,7 +56,10 @@ def run_eval(model_dir: Path, data: DataConfig, *, compute: ComputeConfig) -> in
     model, tokenizer = load_model(model_dir)
     model.to(choose_device(compute))
     batches = validation_batches(data, tokenizer, batch_size=EVAL_BATCH_SIZE)
-    loss, tokens = validation_loss(model, batches, precision=compute.precision)
+    end_id = tokenizer.end_id if data.separate_documents else None
+    if end_id is not None:
+        check_separation(model, end_id, name=str(model_dir))
+    loss, tokens = validation_loss(model, batches, precision=compute.precision, end_id=end_id)
     print(f"validation loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f} | {tokens} tokens")
     return 0
 

@@ -19,6 +19,7 @@ from opendiloco.evaluation import EvaluationPart, is_due, perplexity, shares, to
 from opendiloco.leave import Leave, wait_for
 from opendiloco.metrics import EvalEvent
 from opendiloco.rounds import Position
+from opendiloco.separation import has_target
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,19 @@ class Evaluator:
         swarm: Averager,
         *,
         precision: Literal["fp32", "bf16"],
+        end_id: int | None,
         report: Callable[[EvalEvent], None],
     ) -> None:
-        """Args: `report` gets this worker's numbers and, where several workers share the work, their sum."""
+        """Prepare to evaluate.
+
+        Args:
+            end_id: last token of each document, where documents are to be kept apart.
+            report: gets this worker's numbers and, where several workers share the work, their sum.
+        """
         self._config, self._last_round = contract.evaluation, contract.run.rounds
         self._sequences, self._batch_size = torch.cat(list(batches)), len(batches[0])
-        self._swarm, self._precision, self._report = swarm, precision, report
+        self._targets = has_target(self._sequences, end_id).sum(dim=1)  # of each sequence
+        self._swarm, self._precision, self._end_id, self._report = swarm, precision, end_id, report
         self._pending: list[_Pending] = []
 
     def evaluate(self, model: nn.Module, position: Position, *, between: Callable[[], None]) -> None:
@@ -64,12 +72,12 @@ class Evaluator:
         if share is None or not share.count(count):
             return
         batches = torch.split(self._sequences[share.of_sequences(count)], self._batch_size)
-        loss, tokens = validation_loss(model, batches, precision=self._precision, between=between)
+        loss, tokens = validation_loss(model, batches, precision=self._precision, end_id=self._end_id, between=between)
         self._tell(position.round, loss, tokens)
         if share.is_all:
             return
-        of_each = self._sequences.shape[1] - 1  # predicted tokens of a sequence
-        expected = {peer: share.count(count) * of_each for peer, share in by_whom.items() if share.count(count)}
+        of_each = {peer: int(self._targets[share.of_sequences(count)].sum()) for peer, share in by_whom.items()}
+        expected = {peer: tokens for peer, tokens in of_each.items() if tokens}
         parts = self._swarm.share_evaluation(EvaluationPart(position.lineage, loss, tokens), tuple(expected))
         self._pending.append(_Pending(position.round, tokens, expected, parts))
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from opendiloco.config import ComputeConfig, InnerConfig
 from opendiloco.errors import SettingsError
 from opendiloco.model import causal_lm_loss
+from opendiloco.separation import has_target
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def inner_step(
     lr: float,
     micro_batch_size: int = 0,
     precision: Literal["fp32", "bf16"] = "fp32",
+    end_id: int | None = None,
 ) -> InnerStepResult:
     """One step on one batch: forward, backward, clip, `optimizer.step()` (once).
 
@@ -87,11 +89,12 @@ def inner_step(
         tokens: int64 [batch, seq_len] on any device: the whole batch, of which each process takes its share.
         micro_batch_size: sequences per forward pass; 0 takes the whole batch.
         precision: bf16 runs forward and backward under autocast; parameters and gradients stay fp32.
+        end_id: last token of each document, where documents are to be kept apart.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad(set_to_none=True)
-    loss = _accumulate(model, tokens, micro_batch_size=micro_batch_size, precision=precision)
+    loss = _accumulate(model, tokens, micro_batch_size=micro_batch_size, precision=precision, end_id=end_id)
     grad_norm = _clip(model, config.clip_norm) if math.isfinite(loss) else math.nan
     finite = math.isfinite(grad_norm)
     if finite:
@@ -101,18 +104,24 @@ def inner_step(
 
 
 def _accumulate(
-    model: nn.Module, tokens: Tensor, *, micro_batch_size: int, precision: Literal["fp32", "bf16"]
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    micro_batch_size: int,
+    precision: Literal["fp32", "bf16"],
+    end_id: int | None,
 ) -> float:
     """Add the gradient of the batch's mean loss to .grad; returns that loss."""
     tokens = tokens.to(next(model.parameters()).device, non_blocking=True)
-    total = torch.zeros((), device=tokens.device)
+    total, targets = torch.zeros((), device=tokens.device), has_target(tokens, end_id).sum().clamp(min=1)
     parts = torch.split(_share(model, tokens), micro_batch_size or len(tokens))
-    size = sum(map(len, parts))
     for number, part in enumerate(parts, start=1):
         with _gradients_kept_apart(model, until_last=number < len(parts)):
             with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-                loss = causal_lm_loss(model, part)
-            loss = loss * (len(part) / size)  # sequences are equally long: their mean is the batch's mean
+                loss = causal_lm_loss(model, part, end_id=end_id)
+            # each target counts the same, in whichever part it is; without end_id sequences have equally many
+            share = len(part) / len(tokens) if end_id is None else has_target(part, end_id).sum() / targets
+            loss = loss * (share * _process_count(model))  # whose gradients are averaged
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return float(_mean(model, total))
@@ -122,7 +131,12 @@ def _share(model: nn.Module, tokens: Tensor) -> Tensor:
     """The sequences of a batch that this process of the worker computes: all, or every so many-th."""
     if not isinstance(model, DistributedDataParallel):
         return tokens
-    return tokens[distributed.get_rank() :: distributed.get_world_size()]
+    return tokens[distributed.get_rank() :: _process_count(model)]
+
+
+def _process_count(model: nn.Module) -> int:
+    """Of the worker, as far as they train this model together."""
+    return distributed.get_world_size() if isinstance(model, DistributedDataParallel) else 1
 
 
 def _gradients_kept_apart(model: nn.Module, *, until_last: bool) -> AbstractContextManager[None]:
@@ -136,7 +150,7 @@ def _mean(model: nn.Module, value: Tensor) -> Tensor:
     """Of a value over the processes that train the model together."""
     if isinstance(model, DistributedDataParallel):
         distributed.all_reduce(value)
-        value /= distributed.get_world_size()
+        value /= _process_count(model)
     return value
 
 

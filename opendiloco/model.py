@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from opendiloco.config import ModelConfig
 from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.separation import separated_loss
 from opendiloco.tokenizer import Tokenizer, load_saved_tokenizer
 
 INIT_STD = 0.02
@@ -108,13 +109,16 @@ def preset_config(name: str, *, vocab_size: int, seq_len: int) -> LlamaConfig:
     )
 
 
-def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def causal_lm_loss(model: nn.Module, tokens: Tensor, *, end_id: int | None = None) -> Tensor:
     """Mean cross entropy (nats) of each next token, fp32 scalar.
 
     Args:
         tokens: int64 [batch, seq_len] on the model's device; all of it text, no padding. The targets are
             tokens 1 to seq_len - 1 of each sequence.
+        end_id: last token of each document, where documents are to be kept apart; their first tokens are no targets.
     """
+    if end_id is not None:
+        return separated_loss(model, tokens, end_id)
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]  # [batch, seq_len - 1, vocab]
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 

@@ -36,6 +36,8 @@ class Prepare:
     contract: Contract
     compute: ComputeConfig
     vocab_size: int
+    end_id: int | None
+    """Last token of each document, where documents are to be kept apart."""
 
 
 @dataclass(frozen=True)

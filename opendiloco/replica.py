@@ -15,6 +15,7 @@ from opendiloco.flat import trainable_parameters
 from opendiloco.inner import choose_device, inner_step, make_inner_optimizer
 from opendiloco.model import build_model
 from opendiloco.ranks import End, Prepare, Ranks, Step, TakeOptimizer, TakeParameters
+from opendiloco.separation import check_separation
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,20 @@ class Replica:
     device: torch.device
 
 
-def build_replica(contract: Contract, compute: ComputeConfig, *, vocab_size: int, ranks: Ranks) -> Replica:
-    """The replica before the first step: the same in every process, as far as the model's parameters are."""
+def build_replica(
+    contract: Contract, compute: ComputeConfig, *, vocab_size: int, end_id: int | None, ranks: Ranks
+) -> Replica:
+    """The replica before the first step: the same in every process, as far as the model's parameters are.
+
+    Args:
+        end_id: last token of each document, where documents are to be kept apart.
+    """
     device = choose_device(ranks.own_device(compute))
     model = build_model(
         contract.model, vocab_size=vocab_size, seq_len=contract.data.seq_len, seed=contract.run.seed
     ).to(device)
+    if end_id is not None:
+        check_separation(model, end_id, name=contract.model.name)
     return Replica(model, ranks.wrap(model), make_inner_optimizer(model, contract.inner), device)
 
 
@@ -56,7 +65,7 @@ def _follow_orders(ranks: Ranks) -> None:
     prepare = ranks.take()
     assert isinstance(prepare, Prepare)
     contract, compute = prepare.contract, prepare.compute
-    replica = build_replica(contract, compute, vocab_size=prepare.vocab_size, ranks=ranks)
+    replica = build_replica(contract, compute, vocab_size=prepare.vocab_size, end_id=prepare.end_id, ranks=ranks)
     parameters = trainable_parameters(replica.model)
     while True:
         match ranks.take():
@@ -70,6 +79,7 @@ def _follow_orders(ranks: Ranks) -> None:
                         lr=lr,
                         micro_batch_size=compute.micro_batch_size,
                         precision=compute.precision,
+                        end_id=prepare.end_id,
                     )
             case TakeParameters():
                 ranks.hand_out(parameters)

@@ -16,6 +16,7 @@ from torch import Tensor
 from opendiloco.config import DataConfig
 from opendiloco.errors import SettingsError
 from opendiloco.leases import read_alone
+from opendiloco.leave import run
 from opendiloco.ledger import MAX_READINGS, Reading
 from opendiloco.mixture import Mixture, mixture, split_sources
 from opendiloco.prefetch import Prefetched
@@ -111,6 +112,32 @@ class TokenStream(Iterator[Tensor]):
         sequence = self._readers[source].next_sequence()
         self._taken[source] += 1
         return sequence
+
+
+def open_text(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    batch_size: int,
+    lease: Lease,
+    leaving: Callable[[], bool],
+) -> tuple[TokenStream, list[Tensor]]:
+    """A worker's training batches, which threads make ready, and its validation batches.
+
+    Raises:
+        SettingsError: as `training_stream`.
+        Leave: as soon as `leaving` says so, whatever is being read or waited for.
+    """
+
+    def work() -> tuple[TokenStream, list[Tensor]]:
+        validation = validation_batches(data, tokenizer, batch_size=batch_size, leaving=leaving)
+        training = training_stream(
+            data, tokenizer, seed=seed, batch_size=batch_size, lease=lease, prefetch=True, leaving=leaving
+        )
+        return training, validation
+
+    return run(work, leaving, name="opening the text")
 
 
 def training_stream(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from opendiloco.averager import Averager
 from opendiloco.card import model_files
@@ -23,7 +22,7 @@ from opendiloco.display import Display, evaluation_line, round_line
 from opendiloco.evaluator import Evaluator
 from opendiloco.flat import trainable_parameters
 from opendiloco.inner import InnerStepResult, inner_step, learning_rate
-from opendiloco.leave import Leave, run
+from opendiloco.leave import Leave
 from opendiloco.metrics import (
     EvalEvent,
     InnerStepEvent,
@@ -38,7 +37,7 @@ from opendiloco.replica import build_replica
 from opendiloco.report import RoundReport, round_event
 from opendiloco.settings import Settings
 from opendiloco.tokenizer import load_tokenizer
-from opendiloco.tokens import TokenStream, training_stream, validation_batches
+from opendiloco.tokens import open_text
 
 logger = logging.getLogger(__name__)
 
@@ -86,17 +85,22 @@ class Worker:
         check_batch(contract, self._ranks)
         self.tokenizer = load_tokenizer(contract.data.tokenizer)
         seed, batch_size = contract.run.seed, contract.inner.batch_size
-        self._stream, validation = run(lambda: self._open_text(seed, batch_size), leaving, name="opening the text")
-        vocab_size = self.tokenizer.vocab_size
+        self._stream, validation = open_text(
+            contract.data, self.tokenizer, seed=seed, batch_size=batch_size, lease=swarm.lease, leaving=leaving
+        )
+        self._end_id = self.tokenizer.end_id if contract.data.separate_documents else None
         self._ranks.open()
-        self._ranks.give(Prepare(contract, self._compute, vocab_size))
-        self._replica = build_replica(contract, self._compute, vocab_size=vocab_size, ranks=self._ranks)
+        self._ranks.give(Prepare(contract, self._compute, self.tokenizer.vocab_size, self._end_id))
+        self._replica = build_replica(
+            contract, self._compute, vocab_size=self.tokenizer.vocab_size, end_id=self._end_id, ranks=self._ranks
+        )
         self.model = self._replica.model
         self._evaluator = Evaluator(
             contract,
             validation,
             swarm,
             precision=self._compute.precision,
+            end_id=self._end_id,
             report=self._report_evaluation,
         )
         self._reports: list[RoundReport] = []
@@ -123,20 +127,6 @@ class Worker:
         )
         self._checkpointed = self.optimizer.round
         self._announce_join(time.monotonic() - started)
-
-    def _open_text(self, seed: int, batch_size: int) -> tuple[TokenStream, list[Tensor]]:
-        data, tokenizer, leaving = self.contract.data, self.tokenizer, self._leaving
-        validation = validation_batches(data, tokenizer, batch_size=batch_size, leaving=leaving)
-        stream = training_stream(
-            data,
-            tokenizer,
-            seed=seed,
-            batch_size=batch_size,
-            lease=self._swarm.lease,
-            prefetch=True,
-            leaving=leaving,
-        )
-        return stream, validation
 
     def train(self) -> None:
         """Train until the run's last round is committed, or until the user asks to leave."""
@@ -198,6 +188,7 @@ class Worker:
                 lr=lr,
                 micro_batch_size=self._compute.micro_batch_size,
                 precision=self._compute.precision,
+                end_id=self._end_id,
             )
         if not result.finite:
             self._go_back(result, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -124,6 +125,11 @@ def test_small_data_sets_are_held_in_memory_with_their_text(tmp_path: Path, kind
         ("parquet:{tmp}/broken.jsonl", "broken.jsonl cannot be read: "),
         ("jsonl:{tmp}/other.jsonl", r"^data.text_field is 'text', but .* has the fields body, id: set it to"),
         ("jsonl:{tmp}/number.jsonl", "which holds int and not text"),
+        ("jsonl:{tmp}/mixed.jsonl", r"which holds int and not text in .*mixed.jsonl, row 1\): set it to"),
+        (
+            "jsonl:{tmp}/short.jsonl.gz",
+            r"cannot be read: .*short.jsonl.gz, after row 0: |short.jsonl.gz cannot be read: ",
+        ),
         ("hf:{tmp}/none", "neither a folder here nor could it be reached"),
     ],
 )
@@ -132,6 +138,8 @@ def test_bad_sources_are_one_line_with_a_cure(tmp_path: Path, source: str, match
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{broken\n')
     (tmp_path / "other.jsonl").write_text('{"id": 1, "body": "a"}\n')
     (tmp_path / "number.jsonl").write_text('{"text": 1}\n')
+    (tmp_path / "mixed.jsonl").write_text('{"text": 1, "id": 2}\n')
+    (tmp_path / "short.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:20])
     with pytest.raises(SettingsError, match=match) as caught:
         read_source(config(source.format(tmp=tmp_path)))
     assert "\n" not in str(caught.value)

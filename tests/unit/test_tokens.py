@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -295,6 +298,67 @@ def test_position_in_changed_text_is_refused(folder: Path) -> None:
     (folder / "more.txt").write_text("something new\n")
     with pytest.raises(SettingsError, match="restore the text"):
         stream_of(data).load_state_dict(state)
+
+
+# --- text that goes away or breaks under a worker ------------------------------------------------------
+
+
+def test_a_file_that_breaks_is_left_out_from_there_on_with_a_line_and_the_rest_is_read(
+    rows: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = config(f"jsonl:{rows}")
+    stream = stream_of(data)
+    next(stream)
+    good = (rows / "1.jsonl").read_bytes()
+    (rows / "1.jsonl").write_bytes(b"{broken\n" + good)
+    (rows / "2.jsonl").unlink()
+    seen = marks(read(stream, 400))
+    assert len({mark for mark in seen if mark.startswith("shard 0")}) > 80
+    assert len({mark for mark in seen if not mark.startswith("shard 0")}) < 20  # what had been read before
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any(
+        re.search(r"cannot be read: .*/1\.jsonl, after row 0: .*: the rest of it is left out", line) for line in lines
+    )
+    assert any(re.search(r"cannot be read: .*/2\.jsonl, after row 0: ", line) for line in lines)
+    assert len(lines) < 12
+
+
+@pytest.mark.parametrize("kind", ["gzip", "parquet"])
+def test_a_file_that_breaks_off_gives_its_rows_before_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """A copy that was cut short; small blocks stand for large files."""
+    monkeypatch.setattr(text, "MEMORY_PIECES", 20)
+    lines = [json.dumps({"text": f"shard 0 row {i} {i * 7919 % 1000003}"}) + "\n" for i in range(40)]
+    if kind == "gzip":
+        file = tmp_path / "a.jsonl.gz"
+        whole = gzip.compress("".join(lines).encode())
+    else:
+        file = tmp_path / "a.parquet"
+        table = pyarrow.Table.from_pylist([json.loads(line) for line in lines])
+        pyarrow.parquet.write_table(table, file, row_group_size=10)
+        whole = file.read_bytes()
+    file.write_bytes(whole)
+    stream = stream_of(config(f"{'jsonl' if kind == 'gzip' else kind}:{tmp_path}/{file.name}", seq_len=16))
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        SettingsError, match=r"gave no full sequence in \d+ shards, more than a pass: restore its files"
+    ):
+        list(islice(stream, 1000))
+    assert any(
+        "the rest of it is left out (files left out so far: 1)" in record.getMessage() for record in caplog.records
+    )
+
+
+def test_a_source_whose_files_are_all_gone_ends_the_worker_with_one_line(rows: Path) -> None:
+    stream = stream_of(config(f"jsonl:{rows}"))
+    next(stream)
+    for file in rows.iterdir():
+        file.unlink()
+    with pytest.raises(SettingsError, match=r"^data\.source jsonl:.*rows gave no full sequence in") as caught:
+        list(islice(stream, 1000))
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 64
 
 
 # --- validation ----------------------------------------------------------------------------------------
