@@ -237,3 +237,13 @@ def test_requests_outside_of_reading_text_are_not_repeated(hub: Hub) -> None:
     hub.faults.append(Fault("503"))
     answer = huggingface_hub.get_session().get(f"{hub.endpoint}/api/datasets/owner/set")
     assert answer.status_code == 503
+
+
+def test_an_answer_that_is_streamed_and_breaks_off_is_whole_in_the_end(hub: Hub, time: Time) -> None:
+    """As the library fetches a data set's card."""
+    name, content = next(iter(FILES.items()))
+    hub.faults.append(Fault("cut", name, times=2))
+    url = f"{hub.endpoint}/datasets/owner/set/resolve/main/{name}"
+    with hub_module.patient(lambda: False), huggingface_hub.get_session().stream("GET", url) as answer:
+        assert b"".join(answer.iter_bytes()) == content
+    assert time.now_s > 102
