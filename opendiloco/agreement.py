@@ -23,13 +23,13 @@ def check_agreement(own: Progress, run_id: str, membership: Membership) -> None:
             )
         if record.layout != own.layout:
             raise SettingsError(
-                f"the model of this peer has other parameters than that of peer {peer} in run {run_id}: install the "
-                f"same version of transformers"
+                f"the model of this peer has other parameters, or other frozen values, than that of peer {peer} in run "
+                f"{run_id}: use the same files in model.name and model.start, and the same version of transformers"
             )
         if record.hashed_round == own.hashed_round == 0 and record.params_hash != own.params_hash:
             raise SettingsError(
                 f"initial parameters {own.params_hash[:12]} differ from {record.params_hash[:12]} of peer {peer}: "
-                f"install the same versions of torch and transformers"
+                f"use the same files in model.name and model.start, and the same versions of torch and transformers"
             )
     seen = membership.own
     if seen is not None and seen.session != own.session and seen.issued > own.started > seen.started:

@@ -42,6 +42,7 @@ class Section(BaseModel):
 
 
 Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
+Precision = Literal["fp32", "bf16", "fp16"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 ListenAddress = Annotated[str, Field(pattern=r"^/[^\s/]+/\S+$"), Allowed("an address such as /ip4/0.0.0.0/tcp/31337")]
 PeerAddress = Annotated[
@@ -70,6 +71,26 @@ class RunConfig(Section):
 class ModelConfig(Section):
     name: str = "tiny"
     """Preset (tiny, 14m, 60m, 150m, 400m, 1b) or hf:NAME_OR_PATH of a causal language model."""
+    start: str = ""
+    """What the parameters start from. Empty: an hf: model's own weights, seeded random values for a preset. random:
+    seeded random values. Otherwise a folder (such as OUT/model of an earlier run) or hub name with weights that fit."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained and do not travel: shell-style patterns such as "model.embed_tokens.*"."""
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of LoRA adapters (arXiv:2106.09685), of which alone travels what is trained; 0 trains the model itself."""
+    lora_alpha: Annotated[int, Field(ge=1)] = 16
+    """Adapters count lora_alpha / lora_rank times."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers that get adapters, such as ["q_proj", "v_proj"]; none named: all but the output head."""
+
+    @model_validator(mode="after")
+    def _adapters_freeze_the_model_by_themselves(self) -> Self:
+        if self.lora_rank and self.frozen:
+            raise ValueError(
+                f"model.lora_rank is {self.lora_rank} and model.frozen is {list(self.frozen)}: with adapters the whole "
+                f"model is frozen; leave model.frozen out"
+            )
+        return self
 
 
 class DataConfig(Section):
@@ -95,10 +116,14 @@ class DataConfig(Section):
 
 
 class InnerConfig(Section):
-    optimizer: Literal["adamw"] = "adamw"
-    """Inner optimizer."""
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    """Inner optimizer. adamw8bit: moments of 1 byte each (bitsandbytes). muon: for the hidden matrices, AdamW for the
+    embeddings, the output head and vectors (torch 2.9 or newer)."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
     """Peak learning rate of the inner optimizer."""
+    muon_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Peak learning rate of Muon; 0 takes inner.lr. Its steps are scaled to AdamW's size, so that AdamW's learning rate
+    and weight decay fit (arXiv:2502.16982)."""
     warmup_steps: Annotated[int, Field(ge=0), Unit("inner steps")] = 50
     """Global inner steps over which the learning rate rises linearly to its peak."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -116,7 +141,17 @@ class InnerConfig(Section):
     steps: Annotated[int, Field(ge=1), Unit("inner steps")] = 50
     """H: inner steps per outer round."""
     joiner_moments: Literal["zero", "donor"] = "zero"
-    """What AdamW's moments start from at a worker that fetches the state: zero, or a donor's (twice the bytes)."""
+    """What AdamW's moments start from at a worker that fetches the state: zero, or a donor's (twice the bytes; adamw
+    alone)."""
+
+    @model_validator(mode="after")
+    def _only_adamws_moments_travel(self) -> Self:
+        if self.joiner_moments == "donor" and self.optimizer != "adamw":
+            raise ValueError(
+                f"inner.joiner_moments is donor and inner.optimizer is {self.optimizer}: only adamw's moments travel; "
+                f"set inner.joiner_moments to zero"
+            )
+        return self
 
 
 class OuterConfig(Section):
@@ -262,12 +297,14 @@ class SwarmConfig(Section):
 class ComputeConfig(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Allowed("auto, cpu, cuda or cuda:N")] = "auto"
     """Where the trainer computes; auto takes a GPU when there is one."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of forward and backward (autocast); parameters stay fp32."""
+    precision: Precision = "fp32"
+    """Precision of forward and backward (autocast); parameters stay fp32. fp16 scales the loss by itself."""
     micro_batch_size: Annotated[int, Field(ge=0), Unit("sequences")] = 0
     """Sequences per forward pass; gradients accumulate up to inner.batch_size. 0: the whole batch."""
     compile: bool = False
-    """Use torch.compile."""
+    """Compile the training pass with torch.compile, before the first round; without it where that fails."""
+    checkpoint_activations: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     threads: Annotated[int, Field(ge=0), Unit("threads")] = 0
     """CPU threads of the trainer; 0 leaves torch's default."""
 

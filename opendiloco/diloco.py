@@ -28,6 +28,7 @@ from opendiloco.flat import (
     FlatLayout,
     check_parameters,
     gather,
+    replica_digest,
     scatter,
     trainable_parameters,
     unwrapped,
@@ -90,8 +91,7 @@ class DiLoCo(LoopOptimizer):
         model = unwrapped(model)
         self._parameters = trainable_parameters(model)
         check_parameters(self.param_groups, self._parameters)
-        layout = FlatLayout.of(model)
-        self._vectors = swarm.allocate(vector_sizes(layout.numel, contract))
+        self._vectors = swarm.allocate(vector_sizes(FlatLayout.of(model).numel, contract))
         gather(self._parameters, self._vectors["theta"])
         for name, values in start[1].items() if start else ():
             self._vectors[name].copy_(values)
@@ -111,7 +111,7 @@ class DiLoCo(LoopOptimizer):
         self.phase = InnerPhase(contract)
         """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
         try:
-            swarm.enter(contract, layout.digest, replace(self.position, params_hash=self.params_hash))
+            swarm.enter(contract, replica_digest(model), replace(self.position, params_hash=self.params_hash))
             self.workers = 0
             while not self.workers:  # what is there may come into sight late
                 self.recovery = self._catch_up()

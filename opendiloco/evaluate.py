@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from opendiloco.config import ComputeConfig, DataConfig
-from opendiloco.inner import choose_device
-from opendiloco.model import causal_lm_loss, generate_text, load_model
+from opendiloco.compute import autocast, choose_device
+from opendiloco.config import ComputeConfig, DataConfig, Precision
+from opendiloco.generation import generate_text
+from opendiloco.loss import causal_lm_loss
+from opendiloco.model import load_model
 from opendiloco.separation import check_separation, has_target
 from opendiloco.tokens import validation_batches
 
@@ -24,7 +25,7 @@ def validation_loss(
     model: nn.Module,
     batches: Sequence[Tensor],
     *,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Precision = "fp32",
     end_id: int | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[float, int]:
@@ -41,7 +42,7 @@ def validation_loss(
     try:
         for batch in batches:
             between()
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            with autocast(device, precision):
                 loss = float(causal_lm_loss(model, batch.to(device), end_id=end_id))
             predicted = int(has_target(batch, end_id).sum())
             total += loss * predicted

@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from opendiloco.averager import Averager
-from opendiloco.config import Contract
+from opendiloco.compute import memory_cure
+from opendiloco.config import ComputeConfig, Contract
 from opendiloco.errors import SwarmError
 from opendiloco.evaluate import validation_loss
 from opendiloco.evaluation import EvaluationPart, is_due, perplexity, shares, total
@@ -41,7 +41,7 @@ class Evaluator:
         batches: Sequence[Tensor],  # int64 [batch, seq_len]: the held-out sequences, the same at every worker
         swarm: Averager,
         *,
-        precision: Literal["fp32", "bf16"],
+        compute: ComputeConfig,
         end_id: int | None,
         report: Callable[[EvalEvent], None],
     ) -> None:
@@ -52,9 +52,9 @@ class Evaluator:
             report: gets this worker's numbers and, where several workers share the work, their sum.
         """
         self._config, self._last_round = contract.evaluation, contract.run.rounds
-        self._sequences, self._batch_size = torch.cat(list(batches)), len(batches[0])
+        self._sequences, self._batch_size = torch.cat(list(batches)), compute.micro_batch_size or len(batches[0])
         self._targets = has_target(self._sequences, end_id).sum(dim=1)  # of each sequence
-        self._swarm, self._precision, self._end_id, self._report = swarm, precision, end_id, report
+        self._swarm, self._compute, self._end_id, self._report = swarm, compute, end_id, report
         self._pending: list[_Pending] = []
 
     def evaluate(self, model: nn.Module, position: Position, *, between: Callable[[], None]) -> None:
@@ -72,7 +72,10 @@ class Evaluator:
         if share is None or not share.count(count):
             return
         batches = torch.split(self._sequences[share.of_sequences(count)], self._batch_size)
-        loss, tokens = validation_loss(model, batches, precision=self._precision, end_id=self._end_id, between=between)
+        with memory_cure(batches[0], self._compute):
+            loss, tokens = validation_loss(
+                model, batches, precision=self._compute.precision, end_id=self._end_id, between=between
+            )
         self._tell(position.round, loss, tokens)
         if share.is_all:
             return

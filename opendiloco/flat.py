@@ -61,6 +61,21 @@ class FlatLayout:
         return cls(tuple(entries), offset, _digest(entries))
 
 
+def replica_digest(model: nn.Module) -> str:
+    """Hex digest of what a replica has in common with all others of its run besides theta.
+
+    That is the layout and, where parameters are frozen, their values: they never travel, so they must be equal from
+    the start.
+    """
+    layout = FlatLayout.of(model).digest
+    hasher = blake3(f"opendiloco frozen {layout}".encode())
+    frozen = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    for name, parameter in frozen:
+        hasher.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
+        hasher.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest() if frozen else layout
+
+
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters that are averaged: tied ones once, frozen ones and buffers not at all."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

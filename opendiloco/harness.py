@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opendiloco.compute import choose_device
 from opendiloco.config import ComputeConfig
 from opendiloco.errors import OpendilocoError, SettingsError
-from opendiloco.inner import choose_device
 
 BATCH_SIZE = 8
 

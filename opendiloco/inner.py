@@ -1,20 +1,24 @@
-"""The inner phase's optimizer, its learning rate, and one inner step (DiLoCo, Algorithm 1, arXiv:2311.08105)."""
+"""An inner step: gradient of a batch, clipping, the inner optimizer (DiLoCo, Algorithm 1, arXiv:2311.08105)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from opendiloco.compute import CompiledLoss, Loss, autocast, checkpoint_activations, memory_cure
 from opendiloco.config import ComputeConfig, InnerConfig
-from opendiloco.errors import SettingsError
-from opendiloco.model import causal_lm_loss
+from opendiloco.loss import causal_lm_loss
+from opendiloco.lossscale import LossScale
 from opendiloco.separation import has_target
+
+_SCALE = "loss_scale"  # its key beside the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -31,100 +35,122 @@ class InnerStepResult:
     """False: loss or gradient was not finite, and the optimizer made no step."""
 
 
-def make_inner_optimizer(model: nn.Module, config: InnerConfig) -> torch.optim.Optimizer:
-    """AdamW over the parameters that are trained, in torch's fused form where devices and dtypes have one.
+class InnerSteps:
+    """The inner steps of one replica, computed as a peer's settings say."""
 
-    Weight decay (decoupled) applies to matrices and embeddings. Vectors (gains of norms, biases) are in a
-    group of their own without decay: they set scales, which decay towards 0 would only distort.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=fused
-    )
+    def __init__(
+        self,
+        model: nn.Module,
+        config: InnerConfig,
+        compute: ComputeConfig,
+        *,
+        trained: nn.Module | None = None,
+        end_id: int | None = None,
+    ) -> None:
+        """Prepare `model`, which is on its device.
 
+        Args:
+            trained: `model` in DistributedDataParallel: all processes of the worker then do the same steps.
+            end_id: last token of each document, where documents are to be kept apart.
+        Raises:
+            SettingsError: compute.checkpoint_activations, and the model cannot do it.
+        """
+        self._model, self._config, self._compute = model, config, compute
+        self._trained, self._end_id = trained if trained is not None else model, end_id
+        self._device = next(model.parameters()).device
+        if compute.checkpoint_activations:
+            checkpoint_activations(model)
+        self._loss: Loss = CompiledLoss() if compute.compile else causal_lm_loss
+        self._scale = LossScale() if compute.precision == "fp16" else None
 
-def learning_rate(step: int, *, config: InnerConfig, total_steps: int) -> float:
-    """Learning rate of a global inner step: a pure function, so a joiner has the right one by construction.
+    def step(self, optimizer: torch.optim.Optimizer, tokens: Tensor, *, lr: float) -> InnerStepResult:
+        """One step on one batch: forward, backward, clip, `optimizer.step()` (once).
 
-    Linear warm-up from lr / warmup_steps at step 0 to lr; then constant, or a cosine that reaches
-    min_lr_ratio * lr at `total_steps` and stays there. A run shorter than its warm-up never gets further.
+        The gradient is that of the whole batch, whatever the micro batch; clipping comes after accumulation. With
+        fp16, a gradient that overflows is computed again with half the loss scale until it does not. If loss or
+        gradient is not finite all the same, no step is made: the caller looks at `finite`.
 
-    Args:
-        step: global inner step, from 0 (round * H + step of the round).
-        total_steps: inner steps of the whole run (rounds * H).
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+        Args:
+            optimizer: any optimizer over the model's parameters; its groups' lr is set to `lr`, times their
+                `lr_ratio` where they have one.
+            tokens: int64 [batch, seq_len] on any device: the whole batch, of which each process takes its share.
 
+        Raises:
+            SettingsError: out of memory.
+        """
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+        tokens = tokens.to(self._device, non_blocking=True)
+        with memory_cure(tokens, self._compute):
+            loss, grad_norm = self._gradient(tokens)
+            while math.isfinite(loss) and not math.isfinite(grad_norm) and self._scale is not None:
+                if not self._scale.lower():
+                    break
+                loss, grad_norm = self._gradient(tokens)
+            finite = math.isfinite(loss) and math.isfinite(grad_norm)
+            if finite:
+                optimizer.step()
+                if self._scale is not None:
+                    self._scale.count_step()
+        self._model.zero_grad(set_to_none=True)
+        norm = grad_norm if math.isfinite(loss) else math.nan
+        return InnerStepResult(loss=loss, grad_norm=norm, tokens=tokens.numel(), finite=finite)
 
-def inner_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tokens: Tensor,
-    *,
-    config: InnerConfig,
-    lr: float,
-    micro_batch_size: int = 0,
-    precision: Literal["fp32", "bf16"] = "fp32",
-    end_id: int | None = None,
-) -> InnerStepResult:
-    """One step on one batch: forward, backward, clip, `optimizer.step()` (once).
+    def compile(self, seq_len: int) -> None:
+        """Have the compiler do its work now and not in a round: one batch of ids 0, no step. Nothing else changes.
 
-    The gradient is that of the whole batch, whatever the micro batch; clipping comes after accumulation.
-    If loss or gradient is not finite, no step is made: the caller looks at `finite`.
+        Raises:
+            SettingsError: out of memory.
+        """
+        tokens = torch.zeros(self._config.batch_size, seq_len, dtype=torch.int64, device=self._device)
+        with memory_cure(tokens, self._compute):
+            self._gradient(tokens)
+        self._model.zero_grad(set_to_none=True)
 
-    Args:
-        model: plain, or wrapped in DistributedDataParallel: then all processes call this with the same arguments.
-        optimizer: any optimizer over the model's parameters; its groups' lr is set to `lr`.
-        tokens: int64 [batch, seq_len] on any device: the whole batch, of which each process takes its share.
-        micro_batch_size: sequences per forward pass; 0 takes the whole batch.
-        precision: bf16 runs forward and backward under autocast; parameters and gradients stay fp32.
-        end_id: last token of each document, where documents are to be kept apart.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad(set_to_none=True)
-    loss = _accumulate(model, tokens, micro_batch_size=micro_batch_size, precision=precision, end_id=end_id)
-    grad_norm = _clip(model, config.clip_norm) if math.isfinite(loss) else math.nan
-    finite = math.isfinite(grad_norm)
-    if finite:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return InnerStepResult(loss=loss, grad_norm=grad_norm, tokens=tokens.numel(), finite=finite)
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state and, with fp16, the loss scale."""
+        scale = {_SCALE: self._scale.state_dict()} if self._scale is not None else {}
+        return {**optimizer.state_dict(), **scale}
 
+    def restore(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_of` gave, also that of a worker with another precision."""
+        optimizer.load_state_dict({key: value for key, value in state.items() if key != _SCALE})
+        if self._scale is not None and _SCALE in state:
+            self._scale.load_state_dict(state[_SCALE])
 
-def _accumulate(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    micro_batch_size: int,
-    precision: Literal["fp32", "bf16"],
-    end_id: int | None,
-) -> float:
-    """Add the gradient of the batch's mean loss to .grad; returns that loss."""
-    tokens = tokens.to(next(model.parameters()).device, non_blocking=True)
-    total, targets = torch.zeros((), device=tokens.device), has_target(tokens, end_id).sum().clamp(min=1)
-    parts = torch.split(_share(model, tokens), micro_batch_size or len(tokens))
-    for number, part in enumerate(parts, start=1):
-        with _gradients_kept_apart(model, until_last=number < len(parts)):
-            with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-                loss = causal_lm_loss(model, part, end_id=end_id)
-            # each target counts the same, in whichever part it is; without end_id sequences have equally many
-            share = len(part) / len(tokens) if end_id is None else has_target(part, end_id).sum() / targets
-            loss = loss * (share * _process_count(model))  # whose gradients are averaged
-            loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    return float(_mean(model, total))
+    def _gradient(self, tokens: Tensor) -> tuple[float, float]:
+        """Put the clipped gradient of the batch's mean loss into .grad; that loss, and the norm before clipping."""
+        try:
+            loss = self._accumulate(tokens)
+        except Exception as error:
+            if not isinstance(self._loss, CompiledLoss) or not self._loss.give_up(error):
+                raise
+            loss = self._accumulate(tokens)
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        if self._scale is not None:
+            torch._foreach_mul_(gradients, 1 / self._scale.value)  # before anything looks at them
+        largest = self._config.clip_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(self._model.parameters(), largest)
+        both: list[float] = torch.stack((loss, norm.to(loss.dtype))).tolist()  # one wait for the device, not two
+        return both[0], both[1]
+
+    def _accumulate(self, tokens: Tensor) -> Tensor:
+        """Put the gradient of the batch's mean loss, times the loss scale, into .grad; returns that loss, fp32."""
+        self._model.zero_grad(set_to_none=True)
+        scale = self._scale.value if self._scale is not None else 1.0
+        total, end_id = torch.zeros((), device=tokens.device), self._end_id
+        targets = has_target(tokens, end_id).sum().clamp(min=1)
+        parts = torch.split(_share(self._trained, tokens), self._compute.micro_batch_size or len(tokens))
+        for number, part in enumerate(parts, start=1):
+            with _gradients_kept_apart(self._trained, until_last=number < len(parts)):
+                with autocast(tokens.device, self._compute.precision):
+                    loss = self._loss(self._trained, part, end_id=end_id)
+                # each target counts the same, in whichever part it is; without end_id sequences have equally many
+                share = len(part) / len(tokens) if end_id is None else has_target(part, end_id).sum() / targets
+                share = share * _process_count(self._trained)  # whose gradients are averaged
+                (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() * share
+        return _mean(self._trained, total)
 
 
 def _share(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -154,24 +180,20 @@ def _mean(model: nn.Module, value: Tensor) -> Tensor:
     return value
 
 
-def _clip(model: nn.Module, clip_norm: float) -> float:
-    """Scale the gradient down to `clip_norm` (0: leave it); returns its norm before that."""
-    largest = clip_norm if clip_norm > 0 else math.inf
-    return float(nn.utils.clip_grad_norm_(model.parameters(), largest))
+def learning_rate(step: int, *, config: InnerConfig, total_steps: int) -> float:
+    """Learning rate of a global inner step: a pure function, so a joiner has the right one by construction.
 
+    Linear warm-up from lr / warmup_steps at step 0 to lr; then constant, or a cosine that reaches
+    min_lr_ratio * lr at `total_steps` and stays there. A run shorter than its warm-up never gets further.
 
-def choose_device(compute: ComputeConfig) -> torch.device:
-    """The device of compute.device; also sets the number of CPU threads.
-
-    Raises:
-        SettingsError: there is no such device.
+    Args:
+        step: global inner step, from 0 (round * H + step of the round).
+        total_steps: inner steps of the whole run (rounds * H).
     """
-    if compute.threads:
-        torch.set_num_threads(compute.threads)
-    if compute.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=compute.device).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise SettingsError(f"compute.device {compute.device!r} cannot be used ({reason}): try auto or cpu") from None
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from opendiloco.compute import choose_device, move_model
 from opendiloco.config import ComputeConfig, Contract
 from opendiloco.errors import SwarmError
 from opendiloco.flat import trainable_parameters
-from opendiloco.inner import choose_device, inner_step, make_inner_optimizer
+from opendiloco.inner import InnerSteps
+from opendiloco.leave import run
 from opendiloco.model import build_model
+from opendiloco.optimizers import make_inner_optimizer
 from opendiloco.ranks import End, Prepare, Ranks, Step, TakeOptimizer, TakeParameters
 from opendiloco.separation import check_separation
 
@@ -23,27 +26,38 @@ class Replica:
     """A model on its device, ready to be trained."""
 
     model: PreTrainedModel
-    trained: nn.Module
-    """The module whose forward and backward pass train the model: all processes of the worker together."""
     inner: torch.optim.Optimizer
-    device: torch.device
+    steps: InnerSteps
 
 
 def build_replica(
-    contract: Contract, compute: ComputeConfig, *, vocab_size: int, end_id: int | None, ranks: Ranks
+    contract: Contract,
+    compute: ComputeConfig,
+    *,
+    vocab_size: int,
+    end_id: int | None,
+    ranks: Ranks,
+    leaving: Callable[[], bool] = lambda: False,
 ) -> Replica:
     """The replica before the first step: the same in every process, as far as the model's parameters are.
 
     Args:
         end_id: last token of each document, where documents are to be kept apart.
+        leaving: whether the user wants to leave, while the compiler works.
+
+    Raises:
+        SettingsError: a model, device or optimizer that cannot be had.
     """
-    device = choose_device(ranks.own_device(compute))
-    model = build_model(
-        contract.model, vocab_size=vocab_size, seq_len=contract.data.seq_len, seed=contract.run.seed
-    ).to(device)
+    device, seq_len = choose_device(ranks.own_device(compute)), contract.data.seq_len
+    model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=contract.run.seed)
+    move_model(model, device, name=contract.model.name)
     if end_id is not None:
         check_separation(model, end_id, name=contract.model.name)
-    return Replica(model, ranks.wrap(model), make_inner_optimizer(model, contract.inner), device)
+    inner = make_inner_optimizer(model, contract.inner)
+    steps = InnerSteps(model, contract.inner, compute, trained=ranks.wrap(model), end_id=end_id)
+    if compute.compile:  # takes minutes, for which nobody shall wait in a round
+        run(lambda: steps.compile(seq_len), leaving, name="compiling")
+    return Replica(model, inner, steps)
 
 
 def assist(ranks: Ranks) -> int:
@@ -71,19 +85,10 @@ def _follow_orders(ranks: Ranks) -> None:
         match ranks.take():
             case Step(tokens=tokens, lr=lr):
                 with ranks.together():
-                    inner_step(
-                        replica.trained,
-                        replica.inner,
-                        tokens,
-                        config=contract.inner,
-                        lr=lr,
-                        micro_batch_size=compute.micro_batch_size,
-                        precision=compute.precision,
-                        end_id=prepare.end_id,
-                    )
+                    replica.steps.step(replica.inner, tokens, lr=lr)
             case TakeParameters():
                 ranks.hand_out(parameters)
             case TakeOptimizer(state=state):
-                replica.inner.load_state_dict(state)
+                replica.steps.restore(replica.inner, state)
             case End() | Prepare():
                 return

@@ -13,6 +13,7 @@ from opendiloco.leave import Leave, LeaveRequest
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.mixture import check_sources
+from opendiloco.precheck import check_replica
 from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm, write_addresses
 from opendiloco.trackers import check_sinks, open_sinks
@@ -39,6 +40,7 @@ def run_worker(
     check_folder(out)
     if settings.has_run_file or not settings.peer.swarm.peers:
         check_sources(settings.contract.data)
+        check_replica(settings.contract, settings.peer.compute)
     with (
         contextlib.suppress(Leave),  # before the first inner step
         setup_logging(out / "log.txt", console=True),

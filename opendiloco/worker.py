@@ -21,7 +21,7 @@ from opendiloco.diloco import BAD_NUMBERS_CURE, DiLoCo
 from opendiloco.display import Display, evaluation_line, round_line
 from opendiloco.evaluator import Evaluator
 from opendiloco.flat import trainable_parameters
-from opendiloco.inner import InnerStepResult, inner_step, learning_rate
+from opendiloco.inner import InnerStepResult, learning_rate
 from opendiloco.leave import Leave
 from opendiloco.metrics import (
     EvalEvent,
@@ -31,7 +31,7 @@ from opendiloco.metrics import (
     MetricsLog,
     WarningEvent,
 )
-from opendiloco.model import count_parameters, save_model
+from opendiloco.model import count_parameters, describe_size, save_model
 from opendiloco.ranks import Prepare, Ranks, Step, TakeOptimizer, TakeParameters, check_batch
 from opendiloco.replica import build_replica
 from opendiloco.report import RoundReport, round_event
@@ -88,34 +88,29 @@ class Worker:
         self._stream, validation = open_text(
             contract.data, self.tokenizer, seed=seed, batch_size=batch_size, lease=swarm.lease, leaving=leaving
         )
-        self._end_id = self.tokenizer.end_id if contract.data.separate_documents else None
+        end_id = self.tokenizer.end_id if contract.data.separate_documents else None
+        vocab_size = self.tokenizer.vocab_size
         self._ranks.open()
-        self._ranks.give(Prepare(contract, self._compute, self.tokenizer.vocab_size, self._end_id))
+        self._ranks.give(Prepare(contract, self._compute, vocab_size, end_id))
         self._replica = build_replica(
-            contract, self._compute, vocab_size=self.tokenizer.vocab_size, end_id=self._end_id, ranks=self._ranks
+            contract, self._compute, vocab_size=vocab_size, end_id=end_id, ranks=self._ranks, leaving=leaving
         )
         self.model = self._replica.model
         self._evaluator = Evaluator(
-            contract,
-            validation,
-            swarm,
-            precision=self._compute.precision,
-            end_id=self._end_id,
-            report=self._report_evaluation,
+            contract, validation, swarm, compute=self._compute, end_id=end_id, report=self._report_evaluation
         )
         self._reports: list[RoundReport] = []
         self._losses: list[float] = []
         self._has_warned_of_shards = False
         self._resumed = checkpoint is not None
         self._every_rounds, self._writer = settings.peer.checkpoint.every_rounds, writer
-        inner = self._replica.inner
         if checkpoint is not None:
-            inner.load_state_dict(checkpoint.inner)
+            self._replica.steps.restore(self._replica.inner, checkpoint.inner)
             self._ranks.give(TakeOptimizer(checkpoint.inner))
             self._stream.load_state_dict(checkpoint.data)
             torch.set_rng_state(checkpoint.random)
         self.optimizer = DiLoCo(
-            inner,
+            self._replica.inner,
             self.model,
             swarm,
             contract,
@@ -126,6 +121,7 @@ class Worker:
             leaving=leaving,
         )
         self._checkpointed = self.optimizer.round
+        self._phase_started = time.monotonic()
         self._announce_join(time.monotonic() - started)
 
     def train(self) -> None:
@@ -136,7 +132,7 @@ class Worker:
             self._evaluate()
             while self.optimizer.round < self.contract.run.rounds:
                 self._leave_if_asked()
-                self._step()
+                self.step()
             self._evaluator.finish(self._leaving)
         except Leave:
             reason = "asked to leave"
@@ -161,7 +157,7 @@ class Worker:
 
     def _hand_out_parameters(self, moments: bool) -> None:
         if moments:
-            self._ranks.give(TakeOptimizer(self._replica.inner.state_dict()))
+            self._ranks.give(TakeOptimizer(self._replica.steps.state_of(self._replica.inner)))
         self._ranks.give(TakeParameters())
         self._ranks.hand_out(trainable_parameters(self.model))
 
@@ -171,7 +167,8 @@ class Worker:
 
     # --- inner phase -------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One inner step; the last one of a round also ends the round, with its evaluation and checkpoint."""
         contract, optimizer = self.contract, self.optimizer
         round, number = optimizer.round, optimizer.phase.steps + 1
         step = round * contract.inner.steps + optimizer.phase.schedule_step
@@ -180,16 +177,7 @@ class Worker:
         optimizer.count_tokens(tokens.numel())
         self._ranks.give(Step(tokens, lr))
         with self._ranks.together():
-            result = inner_step(
-                self._replica.trained,
-                optimizer,
-                tokens,
-                config=contract.inner,
-                lr=lr,
-                micro_batch_size=self._compute.micro_batch_size,
-                precision=self._compute.precision,
-                end_id=self._end_id,
-            )
+            result = self._replica.steps.step(optimizer, tokens, lr=lr)
         if not result.finite:
             self._go_back(result, step)
             return
@@ -296,7 +284,7 @@ class Worker:
                 contract=self.contract.digest,
                 position=optimizer.position,
                 outer={name: vector.clone() for name, vector in vectors.items() if vector.numel()},
-                inner=copy_to_host(optimizer.state_dict()),
+                inner=copy_to_host(self._replica.steps.state_of(optimizer)),
                 data=self._stream.state_dict(),
                 random=torch.get_rng_state(),
             )
@@ -325,11 +313,11 @@ class Worker:
                 recovery.rounds_replayed,
             )
         self._logger.info(
-            "run %s | workers: %d | %s, %.2f M parameters | %d rounds of %d inner steps | replica %s",
+            "run %s | workers: %d | %s, %s | %d rounds of %d inner steps | replica %s",
             self.contract.run.id,
             optimizer.workers,
             self.contract.model.name,
-            count_parameters(self.model) / 1e6,
+            describe_size(self.model),
             self.contract.run.rounds,
             self.contract.inner.steps,
             optimizer.params_hash[:12],

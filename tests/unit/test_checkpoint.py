@@ -30,21 +30,30 @@ CONTRACT = Contract.model_validate(
 )
 
 
-def train(folder: Path, *, rounds: int | None = None, resume: str | None = None) -> list[tuple[int, float]]:
+def train(
+    folder: Path,
+    *,
+    rounds: int | None = None,
+    resume: str | None = None,
+    contract: Contract = CONTRACT,
+    precision: Any = "fp32",
+) -> list[tuple[int, float]]:
     """Train alone, until the end or until `rounds` are committed; returns global step and loss of every step."""
     folder.mkdir(exist_ok=True)
     peer = PeerConfig(
-        compute=ComputeConfig(threads=1), checkpoint=CheckpointConfig(every_rounds=1), log=LogConfig(every_steps=1)
+        compute=ComputeConfig(threads=1, precision=precision),
+        checkpoint=CheckpointConfig(every_rounds=1),
+        log=LogConfig(every_steps=1),
     )
     writer = CheckpointWriter(folder / "checkpoints", keep=2)
-    checkpoint = load_checkpoint(resume, folder, contract=CONTRACT.digest) if resume else None
+    checkpoint = load_checkpoint(resume, folder, contract=contract.digest) if resume else None
     workers: list[Worker] = []
     leaving: Callable[[], bool] = lambda: bool(workers) and workers[0].optimizer.round == rounds  # noqa: E731
     with MetricsLog(folder / "metrics.jsonl", "a") as metrics:
         swarm = SimulatedGroup(["a"], get_codec("int8")).member("a")
         workers.append(
             Worker(
-                Settings(CONTRACT, peer),
+                Settings(contract, peer),
                 swarm,
                 metrics,
                 leaving=leaving,
@@ -68,6 +77,17 @@ def test_a_worker_that_resumes_has_the_loss_curve_of_one_that_never_stopped(tmp_
     ]
     assert hashes[0] == hashes[1]
     assert [path.name for path in checkpoints(tmp_path / "cut" / "checkpoints")] == ["round-000003", "round-000004"]
+
+
+def test_the_loss_scale_and_muons_momentum_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opendiloco.lossscale.GROWTH_STEPS", 4)  # one growth before the cut, at an odd step
+    contract = CONTRACT.model_copy(update={"inner": CONTRACT.inner.model_copy(update={"optimizer": "muon"})})
+    whole = train(tmp_path / "whole", contract=contract, precision="fp16")
+    assert train(tmp_path / "cut", rounds=2, contract=contract, precision="fp16") == whole[:6]
+    inner = load_checkpoint("latest", tmp_path / "cut", contract=contract.digest)
+    assert inner is not None
+    assert inner.inner["loss_scale"]["value"] != 2.0**16  # it has moved
+    assert train(tmp_path / "cut", resume="latest", contract=contract, precision="fp16") == whole
 
 
 def write(

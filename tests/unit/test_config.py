@@ -134,6 +134,8 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
             "swarm.expiry_s is 12.0 and swarm.heartbeat_s is 10.0: "
             "set swarm.expiry_s to at least 20.0, twice the heartbeat",
         ),
+        ("inner.optimizer=adam", 'inner.optimizer is "adam" in --set: must be one of adamw, adamw8bit, muon'),
+        ("compute.precision=fp8", 'compute.precision is "fp8" in --set: must be one of fp32, bf16, fp16'),
         (
             "compute.micro_batch_size=16",
             "compute.micro_batch_size is 16 and inner.batch_size is 8: "
@@ -143,6 +145,25 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
 )
 def test_wrong_override_gives_one_line_with_setting_value_and_cure(tmp_path: Path, override: str, line: str) -> None:
     assert error_line(tmp_path, override) == line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("inner.optimizer=muon", "inner.joiner_moments=donor"),
+            "inner.joiner_moments is donor and inner.optimizer is muon: only adamw's moments travel; set "
+            "inner.joiner_moments to zero",
+        ),
+        (
+            ("model.lora_rank=4", 'model.frozen=["a.*"]'),
+            "model.lora_rank is 4 and model.frozen is ['a.*']: with adapters the whole model is frozen; leave "
+            "model.frozen out",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_one_line(tmp_path: Path, overrides: tuple[str, ...], line: str) -> None:
+    assert error_line(tmp_path, *overrides) == line
 
 
 @pytest.mark.parametrize(

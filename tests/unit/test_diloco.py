@@ -340,6 +340,27 @@ def test_a_learning_rate_scheduler_works_on_it() -> None:
         assert optimizer.inner.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.0125
 
 
+def test_torchs_gradient_scaler_works_on_it_and_an_overflow_is_no_step() -> None:
+    model, twin = linear(), linear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with diloco(model, contract_of(steps=2)) as optimizer:
+        while optimizer.round < 1:
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(4, 5)).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() < 2.0**127
+        assert optimizer.phase.steps == 0
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        with diloco(twin, contract_of(steps=2), inner=plain) as other:
+            for _ in range(2):
+                other.zero_grad()
+                twin(torch.ones(4, 5)).square().sum().backward()
+                other.step()
+        torch.testing.assert_close(flat(list(model.parameters())), flat(list(twin.parameters())))
+
+
 def test_clipping_and_zero_grad_see_the_inner_optimizers_groups() -> None:
     model = linear()
     groups: list[dict[str, Any]] = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias]}]

@@ -183,7 +183,7 @@ def shared_evaluation() -> tuple[Evaluator, Others, list[EvalEvent]]:
     contract = Contract(evaluation=EvaluationConfig(by="shared"))
     batches = [torch.zeros(2, 8, dtype=torch.int64)] * 2
     swarm: Any = others
-    evaluator = Evaluator(contract, batches, swarm, precision="fp32", end_id=None, report=events.append)
+    evaluator = Evaluator(contract, batches, swarm, compute=ComputeConfig(), end_id=None, report=events.append)
     model = build_model(contract.model, vocab_size=257, seq_len=8, seed=0)
     position = Position(1, LINEAGES[1], "", ledger=Ledger(untouched=2, readers={"a": 0, "b": 1}))
     evaluator.evaluate(model, position, between=lambda: None)

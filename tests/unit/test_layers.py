@@ -10,7 +10,8 @@ import opendiloco
 LAYERS = """
 errors config settings options flat codec ledger rounds evaluation facts card leases logs metrics scalars sinks trackers
 shared guard background leave identity outer phase moments roundlog checkpoint
-hub text tokenizer sequences mixture prefetch reader tokens separation model inner evaluate harness export ranks replica
+hub text tokenizer sequences mixture prefetch reader tokens presets pretrained trained model generation separation loss
+compute lossscale optimizers inner precheck evaluate harness export ranks replica
 membership tally agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
 participation channel network swarm
 averager report schedule loop diloco callback display evaluator worker trainer simulate processes demo cli __main__

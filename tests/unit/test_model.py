@@ -15,16 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from opendiloco.config import ModelConfig
 from opendiloco.errors import OpendilocoError, SettingsError
-from opendiloco.model import (
-    PRESETS,
-    build_model,
-    causal_lm_loss,
-    count_parameters,
-    generate_text,
-    load_model,
-    preset_config,
-    save_model,
-)
+from opendiloco.generation import generate_text
+from opendiloco.loss import causal_lm_loss
+from opendiloco.model import build_model, count_parameters, load_model, save_model
+from opendiloco.presets import PRESETS, preset_config
 from opendiloco.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -61,6 +55,10 @@ def write_config(folder: Path, *, vocab_size: int = 257, context: int = 64) -> L
     return small
 
 
+PAPERS = {"60m": 60, "150m": 150, "400m": 400, "1b": 1100}
+"""Millions that arXiv:2311.08105 and arXiv:2407.07852 (TinyLlama 1.1B) give, with a vocabulary of 32,000."""
+
+
 @pytest.mark.parametrize(
     ("name", "vocab_size", "millions"),
     [
@@ -75,6 +73,8 @@ def write_config(folder: Path, *, vocab_size: int = 257, context: int = 64) -> L
 def test_presets_have_the_size_of_their_name(name: str, vocab_size: int, millions: float) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(preset_config(name, vocab_size=vocab_size, seq_len=1024))
+    if name in PAPERS:
+        assert count_parameters(model) / 1e6 == pytest.approx(PAPERS[name], rel=0.03)
     assert count_parameters(model) / 1e6 == pytest.approx(millions, rel=0.005)
 
 
