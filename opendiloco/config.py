@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from opendiloco.errors import SettingsError
+from opendiloco.section import Allowed, Decay, ListenAddress, PeerAddress, Seconds, Section, Unit
 
 MAX_WIRE_BYTES = 64 * 1024
 """Largest run contract that is taken from the swarm; an ordinary one is below 2 KB."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Metadata of a number: what is counted."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """Metadata of a text: what its pattern asks for, in words."""
-
-    text: str
-
-
-class Section(BaseModel):
-    """A group of settings: frozen, typed, no unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-
-Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
 Precision = Literal["fp32", "bf16", "fp16"]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-ListenAddress = Annotated[str, Field(pattern=r"^/[^\s/]+/\S+$"), Allowed("an address such as /ip4/0.0.0.0/tcp/31337")]
-PeerAddress = Annotated[
-    str,
-    Field(pattern=r"^/\S+/p2p/\w+$"),
-    Allowed("a full address such as /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo..."),
-]
 
 
 # --- run contract --------------------------------------------------------------------------------------

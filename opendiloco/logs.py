@@ -6,8 +6,10 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from opendiloco.errors import SettingsError
 
@@ -37,6 +39,17 @@ def setup_logging(log_file: Path | None, *, console: bool) -> ExitStack:
     logging.captureWarnings(True)
     stack.callback(logging.captureWarnings, False)
     return stack
+
+
+class NamedLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger of one worker among several in a process, which says whose lines they are; without a name as it is."""
+
+    def __init__(self, logger: logging.Logger, name: str) -> None:
+        super().__init__(logger)
+        self._prefix = f"{name}: " if name else ""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return self._prefix + msg, kwargs
 
 
 def file_formatter() -> logging.Formatter:

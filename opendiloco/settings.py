@@ -17,10 +17,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from opendiloco.config import Allowed, Contract, PeerConfig, Section, Unit, contract_difference
+from opendiloco.config import Contract, PeerConfig, contract_difference
 from opendiloco.config import contract_from_wire as contract_from_wire
 from opendiloco.config import contract_to_wire as contract_to_wire
 from opendiloco.errors import SettingsError
+from opendiloco.section import Allowed, Section, Unit
 
 Config = TypeVar("Config", Contract, PeerConfig)
 

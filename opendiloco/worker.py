@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from opendiloco.evaluator import Evaluator
 from opendiloco.flat import trainable_parameters
 from opendiloco.inner import InnerStepResult, learning_rate
 from opendiloco.leave import Leave
+from opendiloco.logs import NamedLogger
 from opendiloco.metrics import (
     EvalEvent,
     InnerStepEvent,
@@ -40,17 +40,6 @@ from opendiloco.tokenizer import load_tokenizer
 from opendiloco.tokens import open_text
 
 logger = logging.getLogger(__name__)
-
-
-class _Named(logging.LoggerAdapter[logging.Logger]):
-    """A logger of one worker among several in a process, which says whose lines they are."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(logger)
-        self._prefix = f"{name}: " if name else ""
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return self._prefix + msg, kwargs
 
 
 class Worker:
@@ -80,7 +69,7 @@ class Worker:
         started = time.monotonic()
         self.contract, self._compute, self._log = settings.contract, settings.peer.compute, settings.peer.log
         self._metrics, self._leaving, self._display = metrics, leaving, display
-        self._swarm, self._logger, self._ranks = swarm, _Named(name), ranks or Ranks()
+        self._swarm, self._logger, self._ranks = swarm, NamedLogger(logger, name), ranks or Ranks()
         contract = self.contract
         check_batch(contract, self._ranks)
         self.tokenizer = load_tokenizer(contract.data.tokenizer)

@@ -16,7 +16,7 @@ import torch
 from opendiloco.config import ComputeConfig, Contract, EvaluationConfig
 from opendiloco.evaluation import EvaluationPart, is_due, shares, total
 from opendiloco.evaluator import Evaluator
-from opendiloco.ledger import Ledger
+from opendiloco.ledger import Ledger, SourceLedger
 from opendiloco.metrics import EvalEvent, read_metrics
 from opendiloco.model import build_model
 from opendiloco.rounds import Position
@@ -185,7 +185,9 @@ def shared_evaluation() -> tuple[Evaluator, Others, list[EvalEvent]]:
     swarm: Any = others
     evaluator = Evaluator(contract, batches, swarm, compute=ComputeConfig(), end_id=None, report=events.append)
     model = build_model(contract.model, vocab_size=257, seq_len=8, seed=0)
-    position = Position(1, LINEAGES[1], "", ledger=Ledger(untouched=2, readers={"a": 0, "b": 1}))
+    position = Position(
+        1, LINEAGES[1], "", ledger=Ledger(sources=(SourceLedger(untouched=2, readers={"a": 0, "b": 1}),))
+    )
     evaluator.evaluate(model, position, between=lambda: None)
     assert [(event.round, event.tokens) for event in events] == [(1, 14)]
     assert [(told.lineage, told.tokens) for told in others.told] == [(LINEAGES[1], 14)]

@@ -235,7 +235,7 @@ def test_gradients_too_small_for_fp16_are_not_lost(model: Any, tokens: Tensor) -
     optimizer, exact = Recorder(model), Recorder(model)
     steps = fp16_steps(model)
     plain = steps._loss
-    steps._loss = lambda model, tokens: plain(model, tokens) * tiny_loss
+    steps._loss = lambda model, tokens, *, end_id: plain(model, tokens, end_id=end_id) * tiny_loss
     steps.step(optimizer, tokens, lr=0.1)
     inner_step(model, exact, tokens, config=config(), lr=0.1)
     assert float((optimizer.gradient / tiny_loss - exact.gradient).norm() / exact.gradient.norm()) < 0.05
@@ -378,9 +378,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
 
     def compile(function: Callable[..., Tensor], *, dynamic: bool) -> Callable[..., Tensor]:
-        def compiled(model: nn.Module, tokens: Tensor) -> Tensor:
+        def compiled(model: nn.Module, tokens: Tensor, *, end_id: int | None) -> Tensor:
             log.append(f"pass of {len(tokens)}")
-            loss = function(model, tokens)
+            loss = function(model, tokens, end_id=end_id)
             if "fails in backward" in log:
                 loss.register_hook(lambda _: (_ for _ in ()).throw(RuntimeError("no such instruction\nat line 3")))
             if "fails" in log:

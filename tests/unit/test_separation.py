@@ -24,7 +24,7 @@ from transformers import (
 from opendiloco.config import ComputeConfig, Contract, DataConfig, InnerConfig, ModelConfig, RunConfig
 from opendiloco.errors import SettingsError
 from opendiloco.evaluate import validation_loss
-from opendiloco.inner import inner_step
+from opendiloco.inner import InnerSteps
 from opendiloco.model import build_model, causal_lm_loss
 from opendiloco.separation import check_separation, has_target, positions, separated_loss
 from opendiloco.simulate import simulate
@@ -141,8 +141,9 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(tokens: Tensor, micr
     for size in (0, micro_batch_size):
         model = tiny("preset")
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        config = InnerConfig(clip_norm=0.0)
-        result = inner_step(model, optimizer, tokens, config=config, lr=1.0, micro_batch_size=size, end_id=END)
+        compute = ComputeConfig(micro_batch_size=size)
+        steps = InnerSteps(model, InnerConfig(clip_norm=0.0), compute, end_id=END)
+        result = steps.step(optimizer, tokens, lr=1.0)
         results.append((result.loss, torch.cat([p.detach().flatten() for p in model.parameters()])))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-6)

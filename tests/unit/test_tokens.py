@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import os
 import re
 import subprocess
@@ -315,7 +316,7 @@ def test_a_file_that_breaks_is_left_out_from_there_on_with_a_line_and_the_rest_i
     seen = marks(read(stream, 400))
     assert len({mark for mark in seen if mark.startswith("shard 0")}) > 80
     assert len({mark for mark in seen if not mark.startswith("shard 0")}) < 20  # what had been read before
-    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any(
         re.search(r"cannot be read: .*/1\.jsonl, after row 0: .*: the rest of it is left out", line) for line in lines
     )
