@@ -25,7 +25,8 @@ from opendiloco.config import ComputeConfig, Contract, DataConfig, InnerConfig, 
 from opendiloco.errors import SettingsError
 from opendiloco.evaluate import validation_loss
 from opendiloco.inner import InnerSteps
-from opendiloco.model import build_model, causal_lm_loss
+from opendiloco.loss import causal_lm_loss
+from opendiloco.model import build_model
 from opendiloco.separation import check_separation, has_target, positions, separated_loss
 from opendiloco.simulate import simulate
 
