@@ -161,6 +161,6 @@ def test_a_worker_trains_and_validates_with_documents_apart(tmp_path: Path, monk
         assert end_id == 256
         return separated_loss(model, tokens, end_id)
 
-    monkeypatch.setattr("opendiloco.model.separated_loss", recorded)
+    monkeypatch.setattr("opendiloco.loss.separated_loss", recorded)
     simulate(contract, ComputeConfig(), ["worker"], tmp_path)
     assert training == [False, True, True, True, False]  # validation, inner steps, validation
