@@ -199,7 +199,7 @@ def test_worker_with_another_layout_is_refused_and_the_others_go_on(network: Net
     workers = network.workers(2, contract=contract)
     other = network.peer(workers[0].addresses).open()
     other.enter(contract, layout="1" * 64)
-    with pytest.raises(SettingsError, match="run test: use the same files in model.name and model.start"):
+    with pytest.raises(SettingsError, match=r"run test: use the same files in model\.name and model\.start"):
         other.wait_for_start()
     outcomes = network.round(workers)
     assert all(set(outcome.weights) == ids(workers) for outcome in outcomes)
