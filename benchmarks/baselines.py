@@ -117,6 +117,8 @@ class OpenDiLoCoPeer(Peer):
         return self._swarm.addresses
 
     def join(self) -> Tensor:
+        from opendiloco import averager
+        from opendiloco.codec import get_codec
         from opendiloco.config import Contract, OuterConfig, RoundsConfig
         from opendiloco.rounds import Position
 
@@ -124,23 +126,27 @@ class OpenDiLoCoPeer(Peer):
             rounds=RoundsConfig(start_peers=self.place.workers, grace=PATIENCE_S, failure_timeout_s=PATIENCE_S),
             outer=OuterConfig.model_validate({"codec": self.place.system.codec}),
         )
-        names = ("theta", "momentum", "second_moment", "pseudo_gradient", "average")
-        vectors = self._swarm.allocate(dict.fromkeys(names, self.place.values))
-        self._average = vectors["average"]
+        vectors = self._swarm.allocate(averager.vector_sizes(self.place.values, contract))
+        self._codec = get_codec(contract.outer.codec)
+        self._average, self._contribution = vectors["average"], averager.contribution_bytes(vectors, self._codec)
         self._position = Position(0, NO_HASH, NO_HASH)
         self._swarm.enter(contract, NO_HASH, self._position)
         self._swarm.wait_for_start().result(CALL_LIMIT_S)
-        return vectors["pseudo_gradient"]
+        return torch.empty(self.place.values)
 
     def run(self) -> Timing:
         from opendiloco.rounds import RoundRequest
 
+        began = time.monotonic()
+        self._codec.encode(self.vector, self._contribution)
+        encoded = time.monotonic()
         outcome = self._swarm.average(RoundRequest(weight=1.0, tokens=1)).result(CALL_LIMIT_S)
         ended = time.monotonic()
         self._lineage, self._tokens = outcome.lineage, sum(outcome.tokens.values())
         whole = outcome.verdict == "commit" and len(outcome.weights) == self.place.workers
         problem = "" if whole else f"{outcome.verdict} of {len(outcome.weights)} peers ({outcome.reason})"
-        return Timing(ended - outcome.allreduce_s, ended, outcome.sent_bytes, problem)
+        rendezvous_s = ended - encoded - outcome.allreduce_s
+        return Timing(began + rendezvous_s, ended, outcome.sent_bytes, problem)  # encoding counts as all-reduce
 
     def average(self) -> Tensor:
         return self._average

@@ -1,8 +1,8 @@
 """Butterfly all-reduce of one flat vector among the members of a group, with a lossy codec and identical results.
 
-Each member reduces one slice (`reducer.Reducer`) and sends the rest of its values to the reducers of the other
-slices. An average is encoded once and everybody, its reducer included, decodes the same bytes. Every reply says
-whose values are in it, so that all members see the same participants or none commits.
+Each member reduces one slice (`reducer.Reducer`) and sends the rest of its values, which it gets encoded, to the
+reducers of the other slices. An average is encoded once and everybody, its reducer included, decodes the same bytes.
+Every reply says whose values are in it, so that all members see the same participants or none commits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import blake3
 import torch
 from torch import Tensor
 
-from opendiloco.codec import Codec, CodecError, require_finite
+from opendiloco.codec import Codec, CodecError
 from opendiloco.ledger import Reading
 from opendiloco.reducer import Reducer
 from opendiloco.rounds import Part, Verdict, plan_parts, verdict
@@ -99,7 +99,7 @@ class AllReduce:
         group: Group,
         peer: str,
         *,
-        values: Tensor,  # fp32 [N], this member's; not changed
+        values: Tensor,  # uint8 [wire_bytes(N)], this member's, encoded; only read
         average: Tensor,  # fp32 [N], written as parts come in; valid after a commit only
         codec: Codec,
         connect: Connect,
@@ -110,10 +110,11 @@ class AllReduce:
         self.group, self._codec, self._connect = group, codec, connect
         self._silence_s, self._limit_s = silence_s, limit_s
         self._values, self._average = values, average
+        numel = average.numel()
         self._me = group.peers.index(peer)
         self._votes = peer in group.voters
         shares = [member.share for member in group.members]
-        self._plan = plan_parts(values.numel(), shares, alignment=codec.alignment)
+        self._plan = plan_parts(numel, shares, alignment=codec.alignment)
         self._mask_bytes = (len(group.members) + 7) // 8
         weights = [member.weight for member in group.members]
         self._reducer = Reducer(
@@ -127,18 +128,12 @@ class AllReduce:
         self._arrived_s: dict[int, float] = {}
 
     async def run(self) -> Attempt:
-        """Send this member's values and collect all averages; members that fail end up in `Attempt.failures`.
-
-        Raises:
-            NonFiniteError: this member's own values are not finite.
-        """
-        if self._votes:
-            require_finite(self._values)
+        """Send this member's values and collect all averages; members that fail end up in `Attempt.failures`."""
         self._started = time.monotonic()
         waiting = {index for index in range(len(self.group.members)) if index != self._me and self._plan[index]}
         try:
             async with asyncio.timeout(self._limit_s), asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._reducer.run(self._values))
+                tasks.create_task(self._reducer.run(self._own))
                 for index in tuple(waiting):
                     tasks.create_task(self._exchange(index)).add_done_callback(partial(_strike_off, waiting, index))
             await self._reducer.wait_until_served(LINGER_S)  # for the count of bytes
@@ -179,8 +174,10 @@ class AllReduce:
     async def _send(self, reducer: int, stream: Stream) -> None:
         await stream.send(FrameKind.GROUP, self.group.id)
         for part in self._plan[reducer] if self._votes else ():
-            encoded = self._codec.encode(self._values[part.start : part.stop])
-            await stream.send(FrameKind.PART, memoryview(encoded.numpy().data))
+            await stream.send(FrameKind.PART, memoryview(self._own(part).numpy().data))
+
+    def _own(self, part: Part) -> Tensor:
+        return self._codec.cut(self._values, self._average.numel(), slice(part.start, part.stop))
 
     async def _receive_average(self, reducer: int, part: Part, stream: Stream) -> tuple[memoryview, bytes]:
         size = self._codec.wire_bytes(part.size)

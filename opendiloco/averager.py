@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from opendiloco.codec import Codec, get_codec
 from opendiloco.config import Contract
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.ledger import Reading
 from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
+
+FP32_BYTES = 4
 
 
 class Averager(Protocol):
@@ -47,7 +51,7 @@ class Averager(Protocol):
         """Where to read on in a source, for a worker that is at `at` (None: nowhere): there, or in another shard."""
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
-        """One attempt to average `pseudo_gradient` into `average`."""
+        """One attempt to average the workers' encoded pseudo-gradients (`contribution`) into `average`."""
 
     def share_evaluation(self, part: EvaluationPart, peers: tuple[str, ...]) -> Future[Mapping[str, EvaluationPart]]:
         """Tell what this worker's part of an evaluation came to; gives the parts of `peers` that come in time."""
@@ -65,6 +69,11 @@ class Averager(Protocol):
         """The hash of the state after `round`."""
 
 
+def contribution_bytes(vectors: Mapping[str, Tensor], codec: Codec) -> Tensor:
+    """Where a worker's encoded pseudo-gradient is: uint8 [wire_bytes(N)]."""
+    return vectors["contribution"].view(torch.uint8)[: codec.wire_bytes(vectors["average"].numel())]
+
+
 def vector_sizes(numel: int, contract: Contract) -> dict[str, int]:
     """Values in each vector that a worker and its swarm share, for a model of `numel` trainable parameters."""
     second_moment = numel if contract.outer.optimizer == "adam" else 0
@@ -73,7 +82,7 @@ def vector_sizes(numel: int, contract: Contract) -> dict[str, int]:
         "theta": numel,
         "momentum": numel,
         "second_moment": second_moment,
-        "pseudo_gradient": numel,
+        "contribution": -(-get_codec(contract.outer.codec).wire_bytes(numel) // FP32_BYTES),
         "average": numel,
         "inner_first": inner,
         "inner_second": inner,

@@ -26,6 +26,7 @@ BLOCK = 1024
 """Values that share one int8 scale; slices of a flat vector start at multiples of it, whatever the codec."""
 
 _CHUNK = 64 * BLOCK  # values worked on at a time: 256 KiB of fp32, which stays in a core's cache
+_HOST = torch.device("cpu")
 _FP16_MAX = 65504.0
 _INT8_MAX = 127
 _MIN_SCALE = torch.finfo(torch.float32).tiny  # 2**-126: products with it are normal, or exactly zero
@@ -46,7 +47,8 @@ class NonFiniteError(CodecError):
 class Codec(ABC):
     """A way to write fp32 values as bytes. Stateless: one instance may serve many threads.
 
-    Tensors are one-dimensional, contiguous and on the host; uint8 tensors may start at any address.
+    Tensors are one-dimensional and contiguous; uint8 tensors may start at any address. Values are encoded on the
+    device where they are, and decoded on the host.
     """
 
     name: ClassVar[str]
@@ -68,10 +70,11 @@ class Codec(ABC):
             NonFiniteError: a value is NaN or infinite; what `out` then holds is undefined.
             ValueError: a tensor of the wrong size, type or place.
         """
-        _require(values, torch.float32, "values")
+        device = values.device if values.device.type == "cuda" else _HOST
+        _require(values, torch.float32, "values", device=device)
         size = self.wire_bytes(values.numel())
-        out = torch.empty(size, dtype=torch.uint8) if out is None else out
-        _require(out, torch.uint8, "out")
+        out = torch.empty(size, dtype=torch.uint8, device=device) if out is None else out
+        _require(out, torch.uint8, "out", device=device)
         if out.numel() != size:
             raise ValueError(
                 f"out holds {out.numel()} bytes: {values.numel()} values need {size} with codec {self.name}"
@@ -100,6 +103,16 @@ class Codec(ABC):
                 f"take {expected}: drop this sender"
             )
         self._decode(data, out)
+
+    def cut(self, data: Tensor, numel: int, part: slice) -> Tensor:
+        """The bytes that stand for some of the values: what `encode` gives for these alone.
+
+        Args:
+            data: uint8 [wire_bytes(numel)], all of them.
+            part: starts at a multiple of `alignment`, and ends at one or at `numel`.
+        """
+        width = self.wire_bytes(1)
+        return data[width * part.start : width * part.stop]
 
     @abstractmethod
     def _encode(self, values: Tensor, out: Tensor) -> None: ...  # types and sizes are checked
@@ -141,7 +154,7 @@ class Fp16Codec(Codec):
         return 2 * numel
 
     def _encode(self, values: Tensor, out: Tensor) -> None:
-        clamped = torch.empty(min(_CHUNK, values.numel()), dtype=torch.float32)
+        clamped = torch.empty(min(_CHUNK, values.numel()), dtype=torch.float32, device=values.device)
         halves = torch.empty_like(clamped, dtype=torch.float16)
         for chunk in _chunks(values.numel()):
             size = chunk.stop - chunk.start
@@ -176,12 +189,17 @@ class Int8Codec(Codec):
     def wire_bytes(self, numel: int) -> int:
         return 4 * _block_count(numel) + numel
 
+    def cut(self, data: Tensor, numel: int, part: slice) -> Tensor:
+        scales = data[4 * (part.start // BLOCK) : 4 * _block_count(part.stop)]
+        first = 4 * _block_count(numel)
+        return torch.cat([scales, data[first + part.start : first + part.stop]])
+
     def _encode(self, values: Tensor, out: Tensor) -> None:
         if not values.numel():
             return
-        scales = torch.empty(_block_count(values.numel()), 1, dtype=torch.float32)
+        scales = torch.empty(_block_count(values.numel()), 1, dtype=torch.float32, device=values.device)
         quantized = out[scales.nbytes :].view(torch.int8)
-        scratch = torch.empty(min(_CHUNK, values.numel()), dtype=torch.float32)
+        scratch = torch.empty(min(_CHUNK, values.numel()), dtype=torch.float32, device=values.device)
         for chunk, blocks, shape in _block_chunks(values.numel()):
             source, work, scale = values[chunk].view(shape), scratch[: shape[0] * shape[1]], scales[blocks]
             torch.abs(source, out=work.view(shape))
@@ -271,12 +289,12 @@ def _bytes_of(data: Tensor, chunk: slice, width: int) -> Tensor:
     return data[chunk.start * width : chunk.stop * width]
 
 
-def _require(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
+def _require(tensor: Tensor, dtype: torch.dtype, name: str, *, device: torch.device = _HOST) -> None:
     fits = tensor.dtype == dtype and tensor.dim() == 1 and tensor.is_contiguous()
-    if not fits or tensor.device.type != "cpu":
+    if not fits or tensor.device != device:
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: "
-            f"it must be {dtype}, one-dimensional, contiguous and on the host"
+            f"it must be {dtype}, one-dimensional, contiguous and on {device}"
         )
 
 

@@ -20,20 +20,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from opendiloco.averager import Averager, vector_sizes
+from opendiloco.averager import Averager, contribution_bytes, vector_sizes
 from opendiloco.background import in_background
+from opendiloco.codec import get_codec
 from opendiloco.config import Contract
+from opendiloco.contribution import Contribution
 from opendiloco.errors import OpendilocoError, SwarmError
-from opendiloco.flat import (
-    FlatLayout,
-    check_parameters,
-    gather,
-    replica_digest,
-    scatter,
-    trainable_parameters,
-    unwrapped,
-    write_pseudo_gradient,
-)
+from opendiloco.flat import FlatLayout, check_parameters, gather, replica_digest, trainable_parameters, unwrapped
 from opendiloco.leave import Leave, every, wait_for
 from opendiloco.ledger import Ledger, Reading
 from opendiloco.loop import LoopOptimizer
@@ -96,6 +89,9 @@ class DiLoCo(LoopOptimizer):
         for name, values in start[1].items() if start else ():
             self._vectors[name].copy_(values)
         self.outer = OuterState(self._vectors["theta"], self._vectors["momentum"], self._vectors["second_moment"])
+        codec = get_codec(contract.outer.codec)
+        out = contribution_bytes(self._vectors, codec)
+        self._contribution = Contribution(self._parameters, codec, self.outer.theta, out)
         self._moments = self._vectors["inner_first"], self._vectors["inner_second"]
         self._hash = in_background(lambda: params_hash(self.outer), "params hash")
         self.outer.lineage = genesis_lineage(contract.digest, self.params_hash)
@@ -105,7 +101,7 @@ class DiLoCo(LoopOptimizer):
         """How far they have read the text."""
         if start is not None:
             self._move_to(start[0])
-            self._replace_parameters(self.outer.theta)
+            self._replace_parameters()
         self._dropped = 0
         self._followed: Future[RoundOutcome] | None = None
         self.phase = InnerPhase(contract)
@@ -165,7 +161,7 @@ class DiLoCo(LoopOptimizer):
         self._dropped += 1
         if self._dropped > self._contract.rounds.max_retries:
             raise OpendilocoError(f"{reason}, {self._dropped} times and no useful round between: {BAD_NUMBERS_CURE}")
-        scatter(self.outer.theta, self._parameters)
+        self._contribution.restart()
         self._on_replace(True)
         self.phase.drop()
         self._swarm.begin_phase(following=self.phase.weight == 0)
@@ -176,7 +172,7 @@ class DiLoCo(LoopOptimizer):
 
     def write_outer_parameters(self) -> None:
         """Put theta, the outer parameters of the last committed round, into the model."""
-        self._replace_parameters(self.outer.theta)
+        self._replace_parameters()
 
     def finish(self) -> None:
         """Wait until the last round has been hashed."""
@@ -185,15 +181,15 @@ class DiLoCo(LoopOptimizer):
     # --- the round ---------------------------------------------------------------------------------------
 
     def _end_round(self) -> None:
-        inner_s, gradient = self.phase.seconds, self._vectors["pseudo_gradient"]
-        write_pseudo_gradient(self.outer.theta, self._parameters, gradient)
-        norm = float(torch.linalg.vector_norm(gradient))
+        inner_s, norm = self.phase.seconds, self._contribution.measure()
         if not math.isfinite(norm):
             reason = "the pseudo-gradient is not finite"
             outcome = RoundOutcome(verdict="skip", reason=f"{reason}: back to the swarm's parameters")
             self._on_round(self._attempt(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
             self.inner.state.clear()  # moments that have seen such numbers would bring them back
             self.drop_phase(reason)
+        else:
+            self._contribution.encode()
         for _ in range(self._contract.rounds.max_retries + 1):
             outcome = self._average()
             if outcome.verdict == "commit":
@@ -201,7 +197,7 @@ class DiLoCo(LoopOptimizer):
                 return
             self._on_round(self._attempt(outcome, inner_s=inner_s, pseudo_gradient_norm=norm))
             if outcome.verdict == "resync":
-                self._catch_up(late_work=gradient)
+                self._catch_up(has_late_work=True)
                 return
             if outcome.verdict == "skip":  # nobody is left to follow
                 self.phase.is_whole = True
@@ -230,7 +226,7 @@ class DiLoCo(LoopOptimizer):
                     return outcome
             raise
 
-    def _catch_up(self, late_work: Tensor | None = None) -> Recovery:
+    def _catch_up(self, *, has_late_work: bool = False) -> Recovery:
         """Go where the swarm is. Finished work that came too late goes on top of the new outer parameters."""
         before, is_timely = self.round, self.phase.is_whole
         self._hash.result()  # of the state that may be about to change
@@ -242,12 +238,9 @@ class DiLoCo(LoopOptimizer):
             logger.warning(given_up_line(recovery, self.position))
         self._move_to(position)
         self._hash = in_background(lambda: self._hash_and_announce(position.round), "params hash")
-        is_new = is_timely and not recovery.has_own_work
-        if late_work is not None and is_new and position.round - before <= self._contract.rounds.max_staleness:
-            goal = torch.sub(self.outer.theta, late_work, out=self._vectors["average"])
-        else:
-            goal = self.outer.theta
-        self._replace_parameters(goal, moments=recovery.full_state)
+        missed, is_new = position.round - before, is_timely and not recovery.has_own_work
+        is_fresh = is_new and missed <= self._contract.rounds.max_staleness
+        self._replace_parameters(keep_work=has_late_work and is_fresh, moments=recovery.full_state)
         is_whole = recovery.inner_step == 0 and recovery.phase_s == 0
         self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s, is_whole=is_whole)
         self._swarm.begin_phase(following=not is_whole and self._contract.outer.weighting == "uniform")
@@ -264,7 +257,7 @@ class DiLoCo(LoopOptimizer):
         self.outer.lineage = outcome.lineage
         self.tokens += sum(outcome.tokens.values())
         self.ledger = self.ledger.after(outcome.readings)
-        self._replace_parameters(self.outer.theta)
+        self._replace_parameters()
         store_moments(self.inner, self._parameters, *self._moments)
         self._swarm.committed(self.position)
         outer_s = time.monotonic() - started
@@ -305,8 +298,8 @@ class DiLoCo(LoopOptimizer):
 
         return wait_for(future, self._leaving, meanwhile=every(PATIENCE_S, say_whom_it_waits_for))
 
-    def _replace_parameters(self, values: Tensor, *, moments: bool = False) -> None:
-        scatter(values, self._parameters)
+    def _replace_parameters(self, *, keep_work: bool = False, moments: bool = False) -> None:
+        self._contribution.restart(keep_work=keep_work)
         if moments:
             load_moments(self.inner, self._parameters, *self._moments, step=self.round * self._contract.inner.steps)
         self._on_replace(moments and self._moments[0].numel() > 0)

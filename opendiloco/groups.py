@@ -38,7 +38,7 @@ class Groups:
         await self._p2p.add_binary_stream_handler(STREAM_NAME, self._serve)
 
     async def reduce(self, group: Group, *, values: Tensor, average: Tensor) -> Attempt:
-        """This peer's part of one all-reduce: fp32 [N] `values` in, fp32 [N] `average` out after a commit."""
+        """This peer's part of one all-reduce: encoded `values` in, fp32 [N] `average` out after a commit."""
         reduction = AllReduce(
             group,
             self._peer,
@@ -47,7 +47,7 @@ class Groups:
             codec=self._codec,
             connect=self._connect,
             silence_s=self._silence_s,
-            limit_s=time_limit_s(self._codec.wire_bytes(values.numel()) * len(group.members)),
+            limit_s=time_limit_s(values.numel() * len(group.members)),
         )
         self._entry(group.id).set_result(reduction)
         try:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import uvloop
 
+from opendiloco.averager import contribution_bytes
 from opendiloco.channel import answer_calls
 from opendiloco.codec import get_codec
 from opendiloco.config import Contract, SwarmConfig
@@ -139,7 +140,7 @@ class PeerProcess:
             groups,
             self._donor,
             self._recoverer,
-            values=vectors["pseudo_gradient"],
+            values=contribution_bytes(vectors, codec),
             average=vectors["average"],
             reduces=not self._config.client_mode,
         )

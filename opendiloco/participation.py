@@ -9,7 +9,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from opendiloco.allreduce import Attempt, Group
-from opendiloco.codec import NonFiniteError, require_finite
 from opendiloco.donor import Donor
 from opendiloco.groups import Groups
 from opendiloco.outer import next_lineage
@@ -34,7 +33,7 @@ class Participation:
         donor: Donor,
         recoverer: Recoverer,
         *,
-        values: Tensor,  # fp32 [N]: this worker's pseudo-gradient
+        values: Tensor,  # uint8 [wire_bytes(N)]: this worker's pseudo-gradient, encoded
         average: Tensor,  # fp32 [N]: the outer gradient, after a commit
         reduces: bool,
     ) -> None:
@@ -52,14 +51,13 @@ class Participation:
         """One attempt at the round.
 
         Raises:
-            NonFiniteError: the pseudo-gradient holds a value that is not finite.
             SettingsError: this worker must not go on (see `Presence.check_agreement`).
         """
         if self._presence.fatal is not None:
             raise self._presence.fatal
         self.committed_by = []
         if request.weight:
-            self._arrive()
+            self._presence.arrive()
         else:
             self._presence.follow()
         started = time.monotonic()
@@ -73,13 +71,6 @@ class Participation:
         """Give a running attempt up, unless its all-reduce has begun."""
         if self._gathering is not None:
             self._gathering.cancel()
-
-    def _arrive(self) -> None:
-        try:
-            require_finite(self._values)  # before others wait for this worker
-        except NonFiniteError:
-            raise NonFiniteError("the pseudo-gradient is not finite: this worker does not contribute to it") from None
-        self._presence.arrive()
 
     async def _gather(self, request: RoundRequest) -> Assembly | RoundOutcome:
         """The group of the round, or what the attempt came to without one."""

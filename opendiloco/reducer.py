@@ -68,11 +68,10 @@ class Reducer:
             self._all_served.set()
         self.failures: dict[int, str] = {}
 
-    async def run(self, values: Tensor) -> None:
-        """Add this member's own `values` (fp32 [N], the whole vector), then wait until all parts are averaged."""
+    async def run(self, own: Callable[[Part], Tensor]) -> None:
+        """Add this member's own values, which `own` gives as it would send them, then wait for all averages."""
         for reduction in self._reductions:
-            own = values[reduction.part.start : reduction.part.stop]
-            self._sum_of(reduction).add_(own * self._weights[self._me])
+            self._add(self._me, reduction, own(reduction.part))
             reduction.contributors.add(self._me)
             self._finish_if_complete(reduction)
             await asyncio.sleep(0)  # let streams move between parts
@@ -127,13 +126,7 @@ class Reducer:
                     raise WireError("confirmed more averages than there are")
             if sender not in reduction.waiting:
                 raise WireError("was too late and has been left out")
-            accumulate(
-                self._codec,
-                torch.frombuffer(frame[1], dtype=torch.uint8),
-                weight=self._weights[sender],
-                accumulator=self._sum_of(reduction),
-                scratch=self._scratch,
-            )
+            self._add(sender, reduction, torch.frombuffer(frame[1], dtype=torch.uint8))
             reduction.waiting.discard(sender)
             reduction.contributors.add(sender)
             self._finish_if_complete(reduction)
@@ -171,6 +164,10 @@ class Reducer:
             for sender in self._voters - self._seen:
                 self._drop(sender, f"sent nothing for {self._silence_s:g} s")
                 self._served(sender)
+
+    def _add(self, member: int, reduction: _Reduction, encoded: Tensor) -> None:
+        weight, total = self._weights[member], self._sum_of(reduction)
+        accumulate(self._codec, encoded, weight=weight, accumulator=total, scratch=self._scratch)
 
     def _drop(self, sender: int, reason: str) -> None:
         """Leave a member out of all parts that it has not sent."""

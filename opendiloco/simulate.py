@@ -17,6 +17,7 @@ import blake3
 import torch
 from torch import Tensor
 
+from opendiloco.averager import contribution_bytes
 from opendiloco.codec import Codec, get_codec
 from opendiloco.config import ComputeConfig, Contract, PeerConfig
 from opendiloco.errors import SwarmError
@@ -131,7 +132,9 @@ class SimulatedGroup:
         total = sum(member.request.weight for member in members)
         mean = torch.zeros_like(members[0].vectors["average"])
         for member in members:
-            mean += self._travelled(member.vectors["pseudo_gradient"]) * member.request.weight
+            received = torch.empty_like(mean)
+            self._codec.decode(contribution_bytes(member.vectors, self._codec), received)
+            mean += received * member.request.weight
         encoded = self._codec.encode(mean.div_(total))
         for member in everybody:
             self._codec.decode(encoded, member.vectors["average"])
@@ -143,11 +146,6 @@ class SimulatedGroup:
             readings={member.peer_id: member.request.readings for member in members},
             digest=blake3.blake3(encoded.numpy().data).hexdigest(),
         )
-
-    def _travelled(self, values: Tensor) -> Tensor:
-        received = torch.empty_like(values)
-        self._codec.decode(self._codec.encode(values), received)
-        return received
 
 
 class SimulatedSwarm:

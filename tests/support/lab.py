@@ -174,7 +174,7 @@ class Lab:
         return AllReduce(
             self.group,
             peer,
-            values=self.values[peer],
+            values=get_codec(self.codec).encode(self.values[peer]),
             average=self.averages[peer],
             codec=get_codec(self.codec),
             connect=connect,

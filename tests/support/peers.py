@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+import torch
 import uvloop
 from torch import Tensor
 
-from opendiloco.averager import vector_sizes
+from opendiloco.averager import contribution_bytes, vector_sizes
+from opendiloco.codec import get_codec
 from opendiloco.config import Contract, OuterConfig, RoundsConfig, RunConfig, SwarmConfig
 from opendiloco.identity import Identity
 from opendiloco.ledger import Reading
@@ -71,7 +73,8 @@ class Peer:
         """Announce this peer as a worker of the run."""
         self.position = position or self.position
         sizes = vector_sizes(size, contract)
-        self.vectors = map_vectors(self._memory, sizes)
+        self.vectors = {**map_vectors(self._memory, sizes), "pseudo_gradient": torch.zeros(size)}
+        self._codec = get_codec(contract.outer.codec)
         self._network.run(self.process.enter(contract, layout, sizes, self.position))
 
     def wait_for_start(self) -> int:
@@ -80,7 +83,11 @@ class Peer:
 
     def average(self, weight: float = 1.0, tokens: int = 1, readings: tuple[Reading, ...] = ()) -> Future[RoundOutcome]:
         """One attempt at the round."""
+        self._encode()
         return self._network.start(self.process.average(RoundRequest(weight, tokens, readings)))
+
+    def _encode(self) -> None:
+        self._codec.encode(self.vectors["pseudo_gradient"], contribution_bytes(self.vectors, self._codec))
 
     def lease(self, at: Reading | None) -> Reading:
         """Where this worker reads on."""
@@ -117,6 +124,7 @@ class Peer:
 
     async def _finish_round(self, retries: int) -> list[RoundOutcome]:
         outcomes: list[RoundOutcome] = []
+        self._encode()
         for _ in range(retries + 1):
             outcomes.append(outcome := await self.process.average(RoundRequest(1.0, 1)))
             if outcome.verdict == "commit":

@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.lab import (
-    SILENCE_S,
     Fault,
     FaultyStream,
     Frame,
@@ -25,7 +24,7 @@ from support.lab import (
     small_parts,
 )
 
-from opendiloco.codec import CODECS, NonFiniteError
+from opendiloco.codec import CODECS
 from opendiloco.wire import FrameKind, WireError
 
 __all__ = ["one_thread", "small_parts"]
@@ -201,16 +200,3 @@ def test_a_second_stream_of_one_member_is_refused_and_changes_nothing() -> None:
     lab = Lab((1.0, 1.0, 1.0), (1.0, 0.0, 0.0), faults={"b": Fault(act=open_another)})
     assert check_commits(lab, lab.run()) == ["a", "c"]
     assert refusals[1].startswith("refused: a second stream")
-
-
-@pytest.mark.parametrize(("codec", "value"), [("none", math.nan), ("int8", -math.inf)])
-@pytest.mark.usefixtures("small_parts")
-def test_a_member_whose_own_values_are_not_finite_says_so_and_the_others_go_on(codec: str, value: float) -> None:
-    unawaited = {"b": Fault()}
-    lab = Lab((1.0, 1.0, 1.0), (0.5, 0.0, 0.5), codec, faults=unawaited, silence_s=SILENCE_S)
-    lab.afterwards = lambda lab: lab.done["b"].wait()
-    lab.values["b"][100] = value
-    asyncio.run(lab.reduce())
-    assert isinstance(lab.errors["b"], NonFiniteError)
-    assert check_commits(lab, lab.attempts) == ["a", "c"]
-    assert all(attempt.weights.keys() == {"a", "c"} for attempt in lab.attempts.values())

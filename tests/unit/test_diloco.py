@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opendiloco.averager import Averager
+from opendiloco.averager import Averager, contribution_bytes
 from opendiloco.codec import get_codec
 from opendiloco.config import Contract
 from opendiloco.diloco import DiLoCo
@@ -106,8 +106,14 @@ class Swarm:
     def lease(self, at: Reading | None, source: int = 0) -> Reading:
         return self._member.lease(at)
 
+    def sent(self) -> Tensor:
+        """The pseudo-gradient as the others get it."""
+        received = torch.empty_like(self.vectors["average"])
+        get_codec("none").decode(contribution_bytes(self.vectors, get_codec("none")), received)
+        return received
+
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
-        self.gradients.append(self.vectors["pseudo_gradient"].clone())
+        self.gradients.append(self.sent())
         self.requests.append(request)
         if not self.script:
             return self._member.average(request)

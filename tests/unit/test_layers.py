@@ -12,10 +12,10 @@ errors section config settings options flat codec ledger rounds evaluation facts
 logs metrics scalars sinks trackers shared guard background leave identity outer phase moments roundlog checkpoint
 hub text tokenizer sequences mixture prefetch reader tokens
 presets pretrained trained model generation separation loss compute lossscale optimizers inner precheck
-evaluate harness export ranks replica
+evaluate harness export ranks replica averager contribution
 membership tally agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
 participation channel network swarm
-averager report schedule loop diloco callback display evaluator worker
+report schedule loop diloco callback display evaluator worker
 trainer simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}

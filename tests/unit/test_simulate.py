@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig
 
+from opendiloco.averager import contribution_bytes, vector_sizes
 from opendiloco.codec import CODECS, get_codec
-from opendiloco.config import ComputeConfig, Contract, ModelConfig
+from opendiloco.config import ComputeConfig, Contract, ModelConfig, OuterConfig
 from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.ledger import Reading
 from opendiloco.metrics import read_metrics
@@ -249,15 +250,16 @@ def test_validation_loss_goes_down(names: Sequence[str], tmp_path: Path) -> None
 def averages_of(weights: Sequence[float], codec: str) -> tuple[list[Tensor], list[Tensor]]:
     """Values and averages of members of these weights in one round."""
     names = [f"member-{index}" for index in range(len(weights))]
+    contract = Contract(outer=OuterConfig.model_validate({"codec": codec}))
     group = SimulatedGroup(names, get_codec(codec))
     generator = torch.Generator().manual_seed(5)
     values = [torch.randn(3000, generator=generator) for _ in names]
 
     def take_part(index: int) -> Tensor:
         swarm = group.member(names[index])
-        vectors = swarm.allocate({"pseudo_gradient": 3000, "average": 3000})
+        vectors = swarm.allocate(vector_sizes(3000, contract))
         everybody_is_there.wait()
-        vectors["pseudo_gradient"].copy_(values[index])
+        get_codec(codec).encode(values[index], contribution_bytes(vectors, get_codec(codec)))
         outcome = swarm.average(RoundRequest(weight=weights[index], tokens=int(weights[index]))).result()
         assert outcome.weights == dict(zip(names, weights, strict=True))
         return vectors["average"]
