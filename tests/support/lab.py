@@ -174,13 +174,19 @@ class Lab:
         return AllReduce(
             self.group,
             peer,
-            values=get_codec(self.codec).encode(self.values[peer]),
+            values=self._encoded(peer),
             average=self.averages[peer],
             codec=get_codec(self.codec),
             connect=connect,
             silence_s=self.silence_s,
             limit_s=LIMIT_S if peer in self.longer_limit else self.limit_s,
         )
+
+    def _encoded(self, peer: str) -> Tensor:
+        codec = get_codec(self.codec)
+        if peer in self.group.voters:
+            return codec.encode(self.values[peer])
+        return torch.full((codec.wire_bytes(self.numel),), 255, dtype=torch.uint8)  # nobody looks at a follower's
 
     async def _timed_run(self, peer: str) -> Attempt:
         started = time.monotonic()

@@ -68,5 +68,5 @@ def test_peak_memory_is_the_documented_multiple_of_the_model(tmp_path: Path) -> 
     base = peaks(tmp_path / "base", values=1000, count=1)
     large = peaks(tmp_path / "large", values=VALUES, count=2)
     multiples = {name: (large[name] - base[name]) / (4 * VALUES) for name in base}
-    assert 3.0 < multiples["network"] < 4.5  # of the four shared vectors it uses two, unless it gives chunks away
+    assert 2.2 < multiples["network"] < 3.6  # of the shared vectors it uses the average, unless it gives chunks away
     assert 6.0 < multiples["trainer"] < 7.5  # SGD here; AdamW has two more
