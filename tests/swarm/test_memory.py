@@ -69,4 +69,4 @@ def test_peak_memory_is_the_documented_multiple_of_the_model(tmp_path: Path) -> 
     large = peaks(tmp_path / "large", values=VALUES, count=2)
     multiples = {name: (large[name] - base[name]) / (4 * VALUES) for name in base}
     assert 2.2 < multiples["network"] < 3.6  # of the shared vectors it uses the average, unless it gives chunks away
-    assert 6.0 < multiples["trainer"] < 7.5  # SGD here; AdamW has two more
+    assert 6.5 < multiples["trainer"] < 8.0  # SGD here; AdamW has two more
