@@ -9,6 +9,7 @@ from support.commands import commands, make_contract, module_commands, text_file
 from support.links import links
 from support.peers import IGNORED_WARNINGS, module_network, network, network_thread
 from support.waiting import wait_until
+from support.warm import warm
 
 __all__ = [
     "commands",
@@ -20,6 +21,7 @@ __all__ = [
     "network_thread",
     "text_file",
     "wait_until",
+    "warm",
 ]
 
 

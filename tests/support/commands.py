@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -19,17 +20,23 @@ from opendiloco.config import Contract, DataConfig, InnerConfig, ModelConfig, Ou
 from opendiloco.metrics import read_metrics
 from opendiloco.settings import write_toml
 from support.waiting import LIMIT_S
+from support.warm import Forked, Warm
 
 
 class Command:
     """A running `opendiloco` command with a folder of its own."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+    popen: Forked | subprocess.Popen[bytes]
+
+    def __init__(self, folder: Path, arguments: Sequence[str], warm: Warm) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, arguments = folder, [*arguments, "--out", str(folder)]
+        if os.environ.get("PYTHONPATH") == warm.python_path:
+            self.popen = warm.start(arguments, out=folder / "stdout.txt", errors=folder / "stderr.txt")
+            return
         with (folder / "stdout.txt").open("wb") as out, (folder / "stderr.txt").open("wb") as errors:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "opendiloco", *arguments, "--out", str(folder)],
+                [sys.executable, "-m", "opendiloco", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=errors,
@@ -75,13 +82,13 @@ class Command:
 class Commands:
     """Starts `opendiloco` commands, and ends those that still run."""
 
-    def __init__(self, root: Path, text_file: Path) -> None:
-        self._root, self._text_file = root, text_file
+    def __init__(self, root: Path, text_file: Path, warm: Warm) -> None:
+        self._root, self._text_file, self._warm = root, text_file, warm
         self._started: list[Command] = []
 
     def start(self, *arguments: str, folder: Path | None = None) -> Command:
         """Run `opendiloco ARGUMENTS`, in a new folder or on in an old one."""
-        command = Command(folder or self._root / f"command-{len(self._started)}", arguments)
+        command = Command(folder or self._root / f"command-{len(self._started)}", arguments, self._warm)
         self._started.append(command)
         return command
 
@@ -166,14 +173,14 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def commands(tmp_path: Path, text_file: Path) -> Iterator[Commands]:
-    commands = Commands(tmp_path, text_file)
+def commands(tmp_path: Path, text_file: Path, warm: Warm) -> Iterator[Commands]:
+    commands = Commands(tmp_path, text_file, warm)
     yield commands
     commands.close()
 
 
 @pytest.fixture(scope="module")
-def module_commands(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Iterator[Commands]:
-    commands = Commands(tmp_path_factory.mktemp("commands"), text_file)
+def module_commands(tmp_path_factory: pytest.TempPathFactory, text_file: Path, warm: Warm) -> Iterator[Commands]:
+    commands = Commands(tmp_path_factory.mktemp("commands"), text_file, warm)
     yield commands
     commands.close()

@@ -8,6 +8,7 @@ import pytest
 from support.commands import commands, make_contract, module_commands, text_file
 from support.peers import IGNORED_WARNINGS, module_network, network, network_thread
 from support.waiting import wait_until
+from support.warm import warm
 
 __all__ = [
     "commands",
@@ -18,6 +19,7 @@ __all__ = [
     "network_thread",
     "text_file",
     "wait_until",
+    "warm",
 ]
 
 
