@@ -286,7 +286,7 @@ class LogConfig(Section):
     every_steps: Annotated[int, Field(ge=1), Unit("inner steps")] = 10
     """Inner steps between inner_step lines."""
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ("jsonl",)
-    """Where metrics go: always to OUT/metrics.jsonl, and with `pip install "opendiloco-p2p[NAME]"` to the others."""
+    """Where metrics go: always to OUT/metrics.jsonl, and to others whose package is installed, as a list."""
     project: Annotated[
         str,
         Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"),

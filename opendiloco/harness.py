@@ -33,9 +33,7 @@ def run_tasks(model_dir: Path, tasks: str, *, task_dir: Path | None, compute: Co
     try:
         results = _evaluate(model_dir, names, task_dir=task_dir, compute=compute)
     except ImportError as error:
-        raise SettingsError(
-            f'--tasks needs the package {error.name or "lm_eval"}: pip install "opendiloco-p2p[lm-eval]"'
-        ) from None
+        raise SettingsError(f'--tasks needs the package {error.name or "lm_eval"}: pip install "lm-eval[hf]"') from None
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise OpendilocoError(

@@ -21,6 +21,7 @@ from opendiloco.presets import PRESETS, initialize, preset_config
 from opendiloco.pretrained import (
     check_fits,
     check_same_parameters,
+    check_tokenizer,
     copy_parameters,
     find_config,
     from_config,
@@ -66,6 +67,8 @@ def check_model(config: ModelConfig, *, vocab_size: int, seq_len: int) -> None:
     """
     with torch.device("meta"):
         model = _untrained(config, vocab_size=vocab_size, seq_len=seq_len)
+        if config.name.startswith("hf:") and not config.start and has_weights(config.name.removeprefix("hf:")):
+            check_tokenizer(_config_of(config.name), config.name, vocab_size=vocab_size)
         if start := _start(config):
             there = find_config(f"model.start is {start}", start)
             check_same_parameters(model, from_config(there, start), name=config.name, start=start)
@@ -77,6 +80,7 @@ def _untrained_or_loaded(config: ModelConfig, *, vocab_size: int, seq_len: int, 
     place = config.name.removeprefix("hf:")
     if config.name.startswith("hf:") and not config.start and has_weights(place):
         check_fits(_config_of(config.name), config.name, vocab_size=vocab_size, seq_len=seq_len)
+        check_tokenizer(_config_of(config.name), config.name, vocab_size=vocab_size)
         return from_weights(place, config.name)
     model = _untrained(config, vocab_size=vocab_size, seq_len=seq_len)
     if start := _start(config):

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from opendiloco.errors import SettingsError
 
+MOST_PADDING, SMALL_PADDING = 1.25, 128  # of a vocabulary
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # What decides how a model computes and does not show in the shapes of its parameters.
 _SAME_IN_BOTH = (
@@ -59,6 +60,20 @@ def check_fits(config: Any, name: str, *, vocab_size: int, seq_len: int) -> None
     if context is not None and context < seq_len:
         raise SettingsError(
             f"data.seq_len is {seq_len}, but model.name {name} takes at most {context} tokens: lower data.seq_len"
+        )
+
+
+def check_tokenizer(config: Any, name: str, *, vocab_size: int) -> None:
+    """Raise SettingsError where a model would go on from weights that know another tokenizer's ids.
+
+    A vocabulary may be padded, which makes it a little larger than the tokenizer's.
+    """
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    if known is not None and known > MOST_PADDING * vocab_size + SMALL_PADDING:
+        place = name.removeprefix("hf:")
+        raise SettingsError(
+            f"model.name is {name} with weights for {known} tokens, but data.tokenizer has {vocab_size} ids, so it is "
+            f"another one's: set data.tokenizer to {place}, or model.start to random"
         )
 
 

@@ -44,7 +44,7 @@ def check_sinks(names: Sequence[str]) -> None:
         if name in _TRACKERS and not _is_installed(name):
             raise SettingsError(
                 f"log.sinks is {json.dumps(list(names))} and the package {name} is not installed: "
-                f'pip install "opendiloco-p2p[{name}]", or leave {name} out'
+                f"pip install {name}, or leave {name} out"
             )
 
 

@@ -97,5 +97,5 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig, *, seed: int) ->
 
 
 def _nearest(wanted: str, names: Sequence[str] | dict[str, nn.Parameter] | set[str]) -> str:
-    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
-    return f"did you mean {near[0]}?" if near else "the model has none"
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.0)
+    return f"there are {', '.join(near)}" + (" and others" if len(names) > len(near) else "")

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from pathlib import Path
 
-from opendiloco.checkpoint import CheckpointWriter, load_checkpoint
+from opendiloco.checkpoint import CheckpointWriter, checkpoints, load_checkpoint
 from opendiloco.display import Display
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.leave import Leave, LeaveRequest
@@ -52,11 +52,13 @@ def run_worker(
 
         swarm.open()
         logger.info("on the network as %s", swarm.peer_id)
-        settings = agree_on_contract(settings, swarm, run_id)
+        settings, has_brought_contract = agree_on_contract(settings, swarm, run_id)
         write_toml(out / "run.toml", settings.contract)
         write_toml(out / "peer.toml", settings.peer)
         write_addresses(address_file, swarm.addresses)
         checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
+        if checkpoint is None and has_brought_contract:
+            warn_of_earlier_life(out, resume)
         writer = CheckpointWriter(out / "checkpoints", keep=settings.peer.checkpoint.keep)
         with (
             Display(settings.contract) as display,
@@ -77,6 +79,7 @@ def run_worker(
             )
             worker.train()
             worker.save(out / "model")
+            logger.info("the outer parameters of round %d are in %s", worker.optimizer.round, out / "model")
     return 0
 
 
@@ -87,8 +90,23 @@ def check_folder(out: Path) -> None:
             raise SettingsError(f"--out {out} holds a file named {name}: move it, or name another folder")
 
 
-def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> Settings:
-    """Settings with the contract that this worker trains under: the swarm's, where it has one.
+def warn_of_earlier_life(out: Path, resume: str | None) -> None:
+    """Where a worker begins a run anew in a folder that has seen one: hardly ever what its user wants."""
+    found = checkpoints(out / "checkpoints")
+    if resume is not None and not found:
+        logger.warning("--resume %s: %s holds no checkpoint, this worker starts from the beginning", resume, out)
+    elif found or any((out / "roundlog").glob("*")):
+        newest = f" (newest checkpoint: {found[-1].name})" if found else ""
+        logger.warning(
+            "%s was a worker's folder before%s, and the run starts from the beginning all the same: --peers ADDRESS "
+            "goes back to workers that go on with it, --resume latest to a checkpoint",
+            out,
+            newest,
+        )
+
+
+def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> tuple[Settings, bool]:
+    """Settings with the contract that this worker trains under: the swarm's, where it has one; and whether it has none.
 
     Raises:
         SettingsError: the user asked for something else than the swarm's contract says.
@@ -97,15 +115,18 @@ def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> S
     limit_s = settings.peer.swarm.startup_timeout_s
     brings_contract = settings.has_run_file or not settings.peer.swarm.peers
     wanted = settings.contract.run.id if brings_contract else run_id
-    theirs = swarm.find_contract(wanted, wait_s=0.0 if brings_contract else limit_s)
+    theirs = swarm.find_contract(wanted, wait_s=0.0)
+    if theirs is None and not brings_contract:
+        logger.info("waiting up to %g s for a worker of run %s", limit_s, run_id or "(any)")
+        theirs = swarm.find_contract(wanted, wait_s=limit_s)
     if theirs is not None:
         logger.info("run %s: contract %s, taken from the swarm", theirs.run.id, theirs.digest[:12])
-        return settings.adopt(theirs)
+        return settings.adopt(theirs), False
     if brings_contract:
         logger.info(
             "run %s: contract %s, brought by this worker", settings.contract.run.id, settings.contract.digest[:12]
         )
-        return settings
+        return settings, True
     runs = swarm.runs()
     named = f"run {run_id}" if run_id else "any run"
     others = f"; the swarm has runs {', '.join(runs)}" if runs else ""

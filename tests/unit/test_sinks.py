@@ -415,7 +415,7 @@ def test_a_package_that_is_missing_is_named_with_its_cure_before_anything_happen
     monkeypatch.undo()
     assert str(caught.value) == (
         f'log.sinks is ["jsonl", "{name}"] and the package {name} is not installed: '
-        f'pip install "opendiloco-p2p[{name}]", or leave {name} out'
+        f"pip install {name}, or leave {name} out"
     )
     assert caught.value.exit_code == 64
     assert not (tmp_path / "out").exists()
