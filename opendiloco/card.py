@@ -61,7 +61,7 @@ def read_record(folder: Path) -> Record | None:
             int(values["round"]), str(values["lineage"]), str(values["params_hash"]), int(values["tokens"])
         )
         return Record(str(values["contract"]), position)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -111,20 +111,25 @@ class CheckpointWriter:
                 error,
             )
             return
-        for old in checkpoints(self._folder)[: -self._keep]:
+        earlier = [path for path in checkpoints(self._folder) if _round(path) <= position.round]
+        for old in earlier[: -self._keep]:  # those of later rounds are another run's, and nobody asked to remove them
             shutil.rmtree(old, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in a folder, oldest round first."""
     found = [path for path in folder.glob("round-*") if _NAME.fullmatch(path.name) and (path / _META).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("round-")))
+    return sorted(found, key=_round)
+
+
+def _round(path: Path) -> int:
+    return int(path.name.removeprefix("round-"))
 
 
 def load_checkpoint(resume: str, out: Path, *, contract: str, option: str = "--resume") -> Checkpoint | None:
     """The checkpoint that `option` names: a folder, or `latest` for the newest in OUT (None if there is none).
 
-    A damaged one is passed over where an older one is whole.
+    One that is damaged, or another run's, is passed over where there is an older one.
 
     Raises:
         SettingsError: there is no such checkpoint, none is whole, or it belongs to another run contract.
@@ -136,15 +141,15 @@ def load_checkpoint(resume: str, out: Path, *, contract: str, option: str = "--r
     for older, path in reversed(list(zip([None, *found], found, strict=False))):
         try:
             return _load(path, asked, contract)
-        except _DamagedError as error:
+        except _UnusableError as error:
             if older is None:
                 raise
             logger.warning("%s; trying %s", error, older.name)
     return None
 
 
-class _DamagedError(SettingsError):
-    """This checkpoint cannot be read."""
+class _UnusableError(SettingsError):
+    """This checkpoint cannot be read, or is another run's."""
 
 
 def _load(path: Path, asked: str, contract: str) -> Checkpoint:
@@ -168,15 +173,15 @@ def _load(path: Path, asked: str, contract: str) -> Checkpoint:
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise _damaged(asked, path, error) from None
     if theirs != contract:
-        raise SettingsError(
+        raise _UnusableError(
             f"{asked}: {path} belongs to run contract {theirs[:12]}, this run has {contract[:12]}: "
             f"use the run.toml beside it"
         )
     return checkpoint
 
 
-def _damaged(asked: str, path: Path, error: Exception) -> _DamagedError:
-    return _DamagedError(
+def _damaged(asked: str, path: Path, error: Exception) -> _UnusableError:
+    return _UnusableError(
         f"{asked}: {path} is damaged ({type(error).__name__}: {_first_line(error)}): name another checkpoint, or none"
     )
 

@@ -107,7 +107,7 @@ def _events(file: Path) -> Iterator[dict[str, Any]]:
     """Lines that are events; a file that is not there has none."""
     with contextlib.suppress(OSError), file.open("rb") as lines:
         for line in lines:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(event := json.loads(line), dict):
                     yield event
 

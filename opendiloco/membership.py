@@ -8,7 +8,6 @@ owner: it is checked for type and size here, and nothing is allocated from it.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ MAX_LIFETIME_S = 300.0
 CONTRACT_LIFETIME_S = 60.0
 CONTRACT_COPIES = 3
 READ_LIMIT_S = 10.0
+MAX_LOSS = 1e4  # nats a token, of an evaluation that others add to theirs
 MAX_PARTS = 4  # of evaluations, in a record: whoever looks once a round misses none
 REMEMBERED_S = 3600.0
 RUNS_KEY = "opendiloco.runs"
@@ -45,7 +45,7 @@ class ToldPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     lineage: HexDigest
-    loss: float
+    loss: Annotated[float, Field(ge=0, le=MAX_LOSS)]
     tokens: Annotated[int, Field(ge=1, le=2**40)]
 
 
@@ -82,8 +82,8 @@ class Progress(BaseModel):
 
 
 def told_after(told: Sequence[ToldPart], part: EvaluationPart) -> list[ToldPart]:
-    """What a record says of evaluations after one more; a loss that is no number is not told."""
-    if not math.isfinite(part.loss):
+    """What a record says of evaluations after one more; a loss that is none is not told."""
+    if not 0 <= part.loss <= MAX_LOSS:
         return list(told)
     return [*told, ToldPart(lineage=part.lineage, loss=part.loss, tokens=part.tokens)][-MAX_PARTS:]
 

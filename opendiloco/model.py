@@ -176,9 +176,13 @@ def save_model(
         if isinstance(error, (OSError, SafetensorError)):
             raise OpendilocoError(f"the model cannot be written to {folder} ({error}): make room there") from None
         raise
-    if folder.exists():
-        os.rename(folder, replaced)
-    os.rename(beside, folder)
+    try:
+        if folder.exists():
+            os.rename(folder, replaced)
+        os.rename(beside, folder)
+    except OSError as error:  # a mount point, or the folder that somebody works in
+        shutil.rmtree(beside, ignore_errors=True)
+        raise OpendilocoError(f"{folder} cannot be replaced ({error.strerror}): name a folder in it") from None
     shutil.rmtree(replaced, ignore_errors=True)
 
 

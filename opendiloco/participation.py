@@ -16,7 +16,7 @@ from opendiloco.presence import Presence
 from opendiloco.recovery import Recoverer
 from opendiloco.rendezvous import Assembly, Rendezvous, RoundCall
 from opendiloco.roundlog import LogEntry
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest, after_failure
+from opendiloco.rounds import Position, RoundOutcome, RoundRequest, after_failure, time_limit_s
 
 CHECK_S = 0.25  # how often a wait for a group looks whether it still makes sense
 DECISION_POLL_S = 0.1
@@ -170,10 +170,14 @@ class Participation:
     async def _committed_by(self, group: Group) -> list[str]:
         """Members of a group that failed here which have committed the round; waits while one may still do so."""
         position, others = self._presence.position, [peer for peer in group.peers if peer != self._presence.peer]
-        answers = await asyncio.gather(*(self._ask_until_decided(peer, position) for peer in others))
+        limit_s = time_limit_s(self._values.numel() * len(group.members))  # of the others' attempts
+        answers = await asyncio.gather(*(self._ask_until_decided(peer, position, limit_s) for peer in others))
         return [peer for peer, has_committed in zip(others, answers, strict=True) if has_committed]
 
-    async def _ask_until_decided(self, peer: str, position: Position) -> bool:
+    async def _ask_until_decided(self, peer: str, position: Position, limit_s: float) -> bool:
+        give_up = time.monotonic() + limit_s
         while (answer := await self._recoverer.has_round(peer, position.round + 1, position.lineage)) is None:
+            if time.monotonic() > give_up:
+                return False
             await asyncio.sleep(DECISION_POLL_S)
         return answer

@@ -122,7 +122,9 @@ class RoundLog:
                 leftover.unlink()
 
     def append(self, entry: LogEntry, payload: Sequence[bytes | memoryview]) -> None:
-        """Store a round (one that is there already is replaced) and drop the oldest ones.
+        """Store a round (one that is there already is replaced), and drop the oldest ones and those after it.
+
+        Rounds after it are of a lineage that this worker has left, or of an earlier run in this folder.
 
         Raises:
             OSError: the disk is full or read-only; the entries before are whole.
@@ -139,8 +141,10 @@ class RoundLog:
             with contextlib.suppress(OSError):
                 beside.unlink()
             raise
-        for old in self.rounds()[: -self._keep]:
-            self._path(old).unlink(missing_ok=True)
+        rounds = self.rounds()
+        later = [round for round in rounds if round > entry.round]
+        for dropped in (*rounds[: len(rounds) - len(later)][: -self._keep], *later):
+            self._path(dropped).unlink(missing_ok=True)
 
     def rounds(self) -> list[int]:
         """Rounds that are there, oldest first."""

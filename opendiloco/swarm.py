@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -27,13 +28,14 @@ from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.identity import Identity, peer_seed
-from opendiloco.leave import Leave, LeaveRequest, wait_for
+from opendiloco.leave import POLL_S, Leave, LeaveRequest, wait_for
 from opendiloco.ledger import Reading
 from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import create_shared_memory, map_vectors
 
 CLOSE_TIMEOUT_S = 3.0
+ANSWER_LIMIT_S = 60.0
 RUNS_POLL_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class Swarm:
         Raises:
             SettingsError: a key file that cannot be used.
         """
-        self._leaving = leaving
+        self._leaving, self._is_silent = leaving, False
         folder.mkdir(parents=True, exist_ok=True)
         identity = Identity.load_or_create(Path(config.identity) if config.identity else folder / "identity.key")
         self._log_file = folder / "log.txt"
@@ -161,7 +163,7 @@ class Swarm:
 
     def enter(self, contract: Contract, layout: str, position: Position) -> None:
         """Become a worker of the run, with the outer state in shared memory standing at `position`."""
-        self._caller.call("enter", contract, layout, self._sizes, position)
+        self._call("enter", contract, layout, self._sizes, position)
 
     def catch_up(self) -> Future[Recovery]:
         """Bring the outer state in shared memory to the head of the swarm's lineage, if that is not here."""
@@ -169,7 +171,7 @@ class Swarm:
 
     def begin_phase(self, *, following: bool) -> None:
         """Training begins from a state that was recovered."""
-        self._caller.call("begin_phase", following)
+        self._call("begin_phase", following)
 
     def wait_for_start(self) -> Future[int]:
         """Wait until the run's first round may start; gives the number of workers that are there.
@@ -186,7 +188,7 @@ class Swarm:
 
     def lease(self, at: Reading | None, source: int = 0) -> Reading:
         """Where to read on in a source, for a worker that is at `at`: there, or in another shard of the text."""
-        reading: Reading = self._caller.call("lease", at, source)
+        reading: Reading = self._call("lease", at, source)
         return reading
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
@@ -195,7 +197,7 @@ class Swarm:
 
     def committed(self, position: Position) -> None:
         """Announce the state after a committed round."""
-        self._caller.call("committed", position)
+        self._call("committed", position)
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """Announce the hash of the state after `round`; does not wait."""
@@ -207,18 +209,18 @@ class Swarm:
 
     def withdraw(self) -> None:
         """Give a running `average` up (verdict skip), unless its all-reduce has begun."""
-        self._caller.call("withdraw")
+        self._call("withdraw")
 
     def awaited(self) -> str:
         """Whom the round waits for, in words."""
-        words: str = self._caller.call("awaited")
+        words: str = self._call("awaited")
         return words
 
     # --- the end -----------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Announce that this worker goes. The network may be gone already: then nobody is told."""
-        if not self._opening.done():
+        if self._is_silent or not self._opening.done():
             return
         try:
             self._caller.call("leave", timeout_s=CLOSE_TIMEOUT_S)
@@ -255,6 +257,18 @@ class Swarm:
         if kind is None or issubclass(kind, (OpendilocoError, Leave)):
             self.leave()  # others need not wait for this peer's record to expire
         self.close()
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        """A call that is answered at once. SwarmError: the network process is frozen, and that for long enough."""
+        future, began = self._caller.start(method, *arguments), time.monotonic()
+        while True:
+            try:
+                return future.result(POLL_S)
+            except NotDone:
+                waited_s = time.monotonic() - began
+                if waited_s > (CLOSE_TIMEOUT_S if self._leaving() else ANSWER_LIMIT_S):
+                    self._is_silent = True
+                    raise SwarmError(f"the network process has not answered for {waited_s:.0f} s ({method})") from None
 
     def _wait(self, future: Future[Any]) -> Any:
         return wait_for(future, self._leaving)

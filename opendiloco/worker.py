@@ -72,6 +72,7 @@ class Worker:
         self._swarm, self._logger, self._ranks = swarm, NamedLogger(logger, name), ranks or Ranks()
         contract = self.contract
         check_batch(contract, self._ranks)
+        self._ranks.open()  # before what may take long: the others wait for orders as long as it takes
         self.tokenizer = load_tokenizer(contract.data.tokenizer)
         seed, batch_size = contract.run.seed, contract.inner.batch_size
         self._stream, validation = open_text(
@@ -79,7 +80,6 @@ class Worker:
         )
         end_id = self.tokenizer.end_id if contract.data.separate_documents else None
         vocab_size = self.tokenizer.vocab_size
-        self._ranks.open()
         self._ranks.give(Prepare(contract, self._compute, vocab_size, end_id))
         self._replica = build_replica(
             contract, self._compute, vocab_size=vocab_size, end_id=end_id, ranks=self._ranks, leaving=leaving

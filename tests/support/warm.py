@@ -1,12 +1,10 @@
 """`opendiloco` commands forked from a process that has imported everything: imports take seconds, a fork none.
 
-The command runs as ever, from `opendiloco.__main__.run` on; only its imports are done already. It becomes a child of
-the tests' process, which can wait for it and signal it.
+The command runs as ever, from `opendiloco.__main__.run` on; only its imports are done already.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -20,23 +18,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 1 << 20
 IMPORTED = ("opendiloco.cli", "opendiloco.trainer", "opendiloco.swarm", "opendiloco.worker", "opendiloco.simulate")
 
 
 class Forked:
-    """What tests need of subprocess.Popen."""
+    """What tests need of subprocess.Popen. Its parent is the process it was forked from."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, warm: Warm) -> None:
+        self.pid, self._warm = pid, warm
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+            self.returncode = self._warm.ask({"status": self.pid})
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -78,21 +73,24 @@ class Warm:
 
     def start(self, arguments: Sequence[str], *, out: Path, errors: Path) -> Forked:
         """Run `opendiloco ARGUMENTS` with this process's environment and folder, its output in files."""
-        request = {
-            "arguments": list(arguments),
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
-            "files": [str(out), str(errors)],
-        }
-        prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
-        try:
-            self._socket.send(json.dumps(request).encode())
-            answer = self._socket.recv(MESSAGE_BYTES)
-        finally:
-            prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        pid = self.ask(
+            {
+                "arguments": list(arguments),
+                "environment": dict(os.environ),
+                "folder": os.getcwd(),
+                "files": [str(out), str(errors)],
+            }
+        )
+        assert pid is not None
+        return Forked(pid, self)
+
+    def ask(self, request: dict[str, object]) -> int | None:
+        """A process to fork: its pid. The status of one: its exit code, None while it runs."""
+        self._socket.send(json.dumps(request).encode())
+        answer = self._socket.recv(MESSAGE_BYTES)
         assert answer, "the process that commands are forked from has ended"
-        return Forked(int(answer))
+        number: int | None = json.loads(answer)
+        return number
 
     def close(self) -> None:
         self._socket.close()
@@ -100,23 +98,19 @@ class Warm:
 
 
 def serve(descriptor: int) -> None:
-    """Fork a command for every request, until the tests hang up."""
+    """Fork commands and say how they ended, until the tests hang up."""
     for module in IMPORTED:
         __import__(module)
     requests = socket.socket(fileno=descriptor)
-    while request := requests.recv(MESSAGE_BYTES):
-        read, write = os.pipe()
-        if (between := os.fork()) == 0:
-            if (command := os.fork()) == 0:
-                os.closerange(3, 256)
-                _become(json.loads(request))
-            os.write(write, str(command).encode())
-            os._exit(0)
-        os.close(write)
-        command_pid = os.read(read, 64)
-        os.close(read)
-        os.waitpid(between, 0)  # from here on the command is the tests' child
-        requests.send(command_pid)
+    while message := requests.recv(MESSAGE_BYTES):
+        request = json.loads(message)
+        if "status" in request:
+            pid, status = os.waitpid(request["status"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif (answer := os.fork()) == 0:
+            os.closerange(3, 256)
+            _become(request)
+        requests.send(json.dumps(answer).encode())
     os._exit(0)  # taking all those modules apart takes seconds
 
 

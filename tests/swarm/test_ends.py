@@ -159,6 +159,16 @@ def test_worker_in_the_middle_of_its_training_leaves_in_order_when_asked(
     assert (worker.folder / "model" / "model.safetensors").is_file()
 
 
+def test_worker_whose_network_process_is_frozen_ends_when_asked(commands: Commands, wait_until: WaitUntil) -> None:
+    worker = commands.worker(contract=commands.contract(rounds=100_000))
+    wait_until(lambda: worker.events("round") or worker.popen.poll() is not None, "it has trained a round")
+    helpers = worker.below()
+    worker.network_process().suspend()
+    worker.popen.send_signal(signal.SIGTERM)
+    assert worker.wait(2 * LEAVE_LIMIT_S) in (0, 75), worker.errors
+    wait_until(lambda: all(map(is_gone, helpers)), "nothing of it is left")
+
+
 def test_worker_that_waits_for_the_first_round_leaves_when_asked(
     network: Network, commands: Commands, wait_until: WaitUntil
 ) -> None:

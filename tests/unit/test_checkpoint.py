@@ -97,11 +97,12 @@ def write(
     *,
     keep: int = 2,
     inner: dict[str, Any] | None = None,
+    contract: str = "cd" * 32,
 ) -> None:
     writer = CheckpointWriter(folder, keep=keep)
     vectors = {"theta": torch.ones(3) if theta is None else theta, "momentum": torch.zeros(3)}
     position = Position(round, "ab" * 32, "", 5)
-    writer.write(Checkpoint("cd" * 32, position, vectors, inner or {"state": {}}, {"at": 1}, torch.get_rng_state()))
+    writer.write(Checkpoint(contract, position, vectors, inner or {"state": {}}, {"at": 1}, torch.get_rng_state()))
     writer.close()
 
 
@@ -111,6 +112,17 @@ def test_the_newest_checkpoint_is_the_one_with_the_highest_round(tmp_path: Path)
     found = load_checkpoint("latest", tmp_path, contract="cd" * 32)
     assert found is not None
     assert found.position == Position(11, "ab" * 32, "", 5)
+
+
+def test_checkpoints_of_an_earlier_run_do_not_push_out_those_of_this_one(tmp_path: Path) -> None:
+    for contract, round in (("ef" * 32, 9), ("ef" * 32, 12), ("cd" * 32, 1), ("cd" * 32, 2), ("cd" * 32, 3)):
+        write(tmp_path / "checkpoints", round, contract=contract)
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == [
+        f"round-{round:06d}" for round in (2, 3, 9, 12)
+    ]
+    found = load_checkpoint("latest", tmp_path, contract="cd" * 32)
+    assert found is not None
+    assert found.position.round == 3
 
 
 def test_a_state_that_is_not_finite_is_not_written_over_a_good_one(tmp_path: Path) -> None:

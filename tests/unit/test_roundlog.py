@@ -68,6 +68,16 @@ def test_only_the_newest_rounds_are_kept_by_number_not_by_text(tmp_path: Path) -
     assert log.read(8) is None
 
 
+def test_rounds_after_the_newest_one_are_another_lineages_and_go(tmp_path: Path) -> None:
+    """Of an earlier run in this folder, or given up: they must not push the new ones out."""
+    log, before = RoundLog(tmp_path, keep=3), GENESIS
+    for round in (8, 9, 10, 1, 2):
+        entry, payload = make(round, before)
+        log.append(entry, payload)
+        before = entry.lineage
+    assert log.rounds() == [1, 2]
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -12,7 +12,7 @@ from hivemind.utils import MSGPackSerializer
 from pydantic import ValidationError
 
 from opendiloco.evaluation import EvaluationPart
-from opendiloco.membership import MAX_PARTS, Progress, told_after
+from opendiloco.membership import MAX_PARTS, Progress, ToldPart, told_after
 from opendiloco.tally import GIVE_UP_S, POLL_S, gather_parts
 
 LINEAGE, OTHER = "a" * 64, "b" * 64
@@ -97,10 +97,12 @@ def test_a_record_tells_of_the_last_evaluations_and_travels_with_them() -> None:
     assert Progress.model_validate(MSGPackSerializer.loads(MSGPackSerializer.dumps(sent.model_dump()))) == sent
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -1.0, 2e305])
 def test_a_loss_that_is_no_number_is_not_told(loss: float) -> None:
     """Others would not take a record with it, and the worker would be gone for them."""
     assert told_after([], part(loss)) == []
+    with pytest.raises(ValidationError):
+        ToldPart(lineage="ab" * 32, loss=loss, tokens=10)
 
 
 @pytest.mark.parametrize("change", [{"loss": math.nan}, {"tokens": 0}, {"tokens": 2**41}, {"lineage": "short"}])
