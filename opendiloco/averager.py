@@ -47,7 +47,7 @@ class Averager(Protocol):
     def report(self, report: PhaseReport) -> None:
         """How far this worker's inner phase is."""
 
-    def lease(self, at: Reading | None, source: int = 0) -> Reading:
+    def lease(self, at: Reading | None, source: int, shards: int) -> Reading:
         """Where to read on in a source, for a worker that is at `at` (None: nowhere): there, or in another shard."""
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:

@@ -90,7 +90,7 @@ def bootstrap(
     flags = [Flag(option, setting, value) for option, (setting, value) in given.items() if value not in (None, [])]
     settings = load_settings(None, peer, set_ or (), flags=flags)
     with _leave_on_request():
-        from opendiloco.swarm import run_bootstrap
+        from opendiloco.bootstrap import run_bootstrap
 
         return run_bootstrap(settings.peer.swarm, out, address_file)
 

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import time
+import weakref
 from pathlib import Path
 
 import base58
@@ -54,6 +55,16 @@ class Identity:
         if mode & 0o077:
             raise SettingsError(f"swarm.identity {path} has mode {mode:o}: others can read the key, run chmod 600")
         return cls(_decode_private_key(data, path), path)
+
+    @classmethod
+    def temporary(cls) -> Identity:
+        """A new key that no file keeps. While this object lives, this process and those below read it at `path`."""
+        descriptor = os.memfd_create("identity", os.MFD_CLOEXEC)
+        os.fchmod(descriptor, 0o600)
+        os.write(descriptor, _new_key())
+        identity = cls.load_or_create(Path(f"/proc/{os.getpid()}/fd/{descriptor}"))
+        weakref.finalize(identity, os.close, descriptor)
+        return identity
 
     def claim(self, *, wait_s: float = 5.0) -> int:
         """Lock the key file; returns the descriptor that holds the lock, for as long as it is open anywhere.
@@ -122,17 +133,20 @@ def peer_seed(peer_id: str) -> int:
     return int.from_bytes(blake3(peer_id.encode()).digest(4), "little")
 
 
-def _write_new_key(path: Path) -> None:
+def _new_key() -> bytes:
     key = ed25519.Ed25519PrivateKey.generate()
     raw = serialization.Encoding.Raw
     seed = key.private_bytes(raw, serialization.PrivateFormat.Raw, serialization.NoEncryption())
-    public = key.public_key().public_bytes(raw, serialization.PublicFormat.Raw)
+    return _pack(_ED25519, seed + key.public_key().public_bytes(raw, serialization.PublicFormat.Raw))
+
+
+def _write_new_key(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(_pack(_ED25519, seed + public))
+            file.write(_new_key())
         with contextlib.suppress(FileExistsError):  # another process was first: its key counts
             os.link(beside, path)
     finally:

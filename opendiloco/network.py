@@ -60,7 +60,9 @@ LAST_ROUND_LIMIT_S = 120.0  # for others to get what this peer has, before it en
 class PeerProcess:
     """One peer as its network process knows it. Its public methods are what the trainer calls."""
 
-    def __init__(self, config: SwarmConfig, identity: Identity, runtime_dir: Path, folder: Path, memory: int) -> None:
+    def __init__(
+        self, config: SwarmConfig, identity: Identity, runtime_dir: Path, folder: Path | None, memory: int
+    ) -> None:
         self._config, self._identity, self._folder, self._memory = config, identity, folder, memory
         self._host = Host(config, identity, runtime_dir)
         self._entered = False
@@ -112,6 +114,7 @@ class PeerProcess:
         self._presence = presence = Presence(
             self._membership, self._config, contract, layout, position, reconnect=self._host.reconnect
         )
+        assert self._folder is not None, "a worker keeps its round log in a folder"
         self._donor = Donor(p2p, vectors, self._folder / "roundlog", keep=self._config.log_rounds, silence_s=silence_s)
         self._donor.settle(position)
         self._recoverer = Recoverer(
@@ -194,10 +197,11 @@ class PeerProcess:
         """The trainer's progress in its inner phase."""
         self._presence.report(report)
 
-    async def lease(self, at: Reading | None, source: int = 0) -> Reading:
+    async def lease(self, at: Reading | None, source: int, shards: int) -> Reading:
         """Where the trainer reads on; see `Leases.lease`."""
         presence = self._presence
-        reading = self._leases.lease(at, presence.position.ledger, presence.claims(), source=source)
+        ledger, claims = presence.position.ledger, presence.claims()
+        reading = self._leases.lease(at, ledger, claims, shards=shards, source=source)
         presence.claim(self._leases.claims)
         return reading
 

@@ -12,9 +12,9 @@ from opendiloco.ledger import SOURCE_SHARDS, Reading
 from opendiloco.sequences import Bookmark, Sequences
 from opendiloco.tokenizer import Tokens
 
-Lease = Callable[[Reading | None, int], Reading]
-"""Where to read on: takes where this worker is in a source (None at the start) and the source's number, gives the same
-place or one in another shard."""
+Lease = Callable[[Reading | None, int, int], Reading]
+"""Where to read on: takes where this worker is in a source (None at the start), the source's number and the shards of a
+pass over it, gives the same place or one in another shard."""
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class SourceReader:
         self._sequences.close()
 
     def _go_to(self, at: Reading | None) -> None:
-        leased = self._lease(at and self._in_ledger(at), self._source)
+        leased = self._lease(at and self._in_ledger(at), self._source, self.shards)
         reading = leased.model_copy(update={"shard": leased.shard - self._source * SOURCE_SHARDS})
         self._has_begun = self._has_lease = True
         self._sequences.go_to(reading)

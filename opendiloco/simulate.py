@@ -185,10 +185,10 @@ class SimulatedSwarm:
     def report(self, report: PhaseReport) -> None:
         """Nobody to tell."""
 
-    def lease(self, at: Reading | None, source: int = 0) -> Reading:
+    def lease(self, at: Reading | None, source: int, shards: int) -> Reading:
         """As in a swarm whose members all see each other."""
         others = dict.fromkeys((name for name in self._group.names if name != self.peer_id), ())
-        return self._leases.lease(at, self._position.ledger, others, source=source)
+        return self._leases.lease(at, self._position.ledger, others, shards=shards, source=source)
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
         """Wait for the other members; the future is done."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -37,6 +34,7 @@ from opendiloco.shared import create_shared_memory, map_vectors
 CLOSE_TIMEOUT_S = 3.0
 ANSWER_LIMIT_S = 60.0
 RUNS_POLL_S = 0.5
+STDERR = 2
 
 logger = logging.getLogger(__name__)
 
@@ -47,25 +45,30 @@ class Swarm:
     Methods may be called from any thread.
     """
 
-    def __init__(self, config: SwarmConfig, folder: Path, *, leaving: Callable[[], bool] = lambda: False) -> None:
-        """Start the network process, which begins to join the DHT; `folder` takes the identity file and log.txt.
+    def __init__(
+        self, config: SwarmConfig, folder: Path | None, *, leaving: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Start the network process, which begins to join the DHT.
 
         Args:
+            folder: takes the identity file and log.txt; without one, in which nobody can train, the key is new each
+                time and the log goes to standard error.
             leaving: whether the user wants to leave; waits of this object then raise `Leave`.
 
         Raises:
             SettingsError: a key file that cannot be used.
         """
         self._leaving, self._is_silent = leaving, False
-        folder.mkdir(parents=True, exist_ok=True)
-        identity = Identity.load_or_create(Path(config.identity) if config.identity else folder / "identity.key")
-        self._log_file = folder / "log.txt"
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._identity = _identity(config, folder)
+        self._log_file = folder / "log.txt" if folder is not None else None
         self._memory = create_shared_memory()
-        key_lock = identity.claim()
-        self.peer_id = identity.peer_id
+        key_lock = self._identity.claim()
+        self.peer_id = self._identity.peer_id
         self.addresses: list[str] = []
         try:
-            self._start_process(key_lock, (config, identity.path, folder))
+            self._start_process(key_lock, (config, self._identity.path, folder))
         finally:
             os.close(key_lock)  # the guard holds it from here on
         self._opening = self._caller.start("open")
@@ -104,12 +107,12 @@ class Swarm:
         """Whether the user wants this worker to leave."""
         return self._leaving()
 
-    def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None, Path]) -> None:
+    def _start_process(self, key_lock: int, what: tuple[SwarmConfig, Path | None, Path | None]) -> None:
         """Spawn the network process under its guard, which outlives this process just long enough to clean up."""
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), self._memory, key_lock]
         command = [sys.executable, "-m", "opendiloco.network", str(theirs.fileno()), str(self._memory)]
-        with open(self._log_file, "ab") as log:
+        with open(self._log_file, "ab") if self._log_file else os.fdopen(os.dup(STDERR), "ab") as log:
             self._guard = subprocess.Popen(
                 guard.guard_command(command),
                 stdin=subprocess.PIPE,
@@ -154,7 +157,7 @@ class Swarm:
 
     def runs(self) -> list[str]:
         """Ids of the runs on this DHT."""
-        return sorted(self._caller.call("find_runs"))
+        return sorted(self._call("find_runs"))
 
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """fp32 vectors in memory shared with the network process, zero at first, by name."""
@@ -186,9 +189,9 @@ class Swarm:
         """Tell the swarm how far this worker's inner phase is; does not wait."""
         self._caller.start("report", report)
 
-    def lease(self, at: Reading | None, source: int = 0) -> Reading:
+    def lease(self, at: Reading | None, source: int, shards: int) -> Reading:
         """Where to read on in a source, for a worker that is at `at`: there, or in another shard of the text."""
-        reading: Reading = self._call("lease", at, source)
+        reading: Reading = self._call("lease", at, source, shards)
         return reading
 
     def average(self, request: RoundRequest) -> Future[RoundOutcome]:
@@ -280,33 +283,14 @@ class Swarm:
                 self._wait(self._caller.start("wait_for_others"))
 
     def _explain_end(self) -> str:
-        return f"the network process of this peer has ended: the reason is in {self._log_file}"
+        where = f"in {self._log_file}" if self._log_file else "above"
+        return f"the network process of this peer has ended: the reason is {where}"
 
 
-def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path | None) -> int:
-    """Run a DHT peer that does not train until SIGINT or SIGTERM; returns the exit code.
-
-    Args:
-        folder: keeps the peer's key, and so its address, for the next start; None takes a new key each time.
-    """
-    stop = threading.Event()
-    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="opendiloco-bootstrap-") as temporary,
-            Swarm(config, folder or Path(temporary), leaving=stop.is_set) as swarm,
-            contextlib.suppress(Leave),
-        ):
-            swarm.open()
-            write_addresses(address_file, swarm.addresses)
-            for address in swarm.addresses:
-                print(address, flush=True)
-            while not stop.wait(0.5):
-                swarm.check()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return 0
+def _identity(config: SwarmConfig, folder: Path | None) -> Identity:
+    if config.identity:
+        return Identity.load_or_create(Path(config.identity))
+    return Identity.load_or_create(folder / "identity.key") if folder is not None else Identity.temporary()
 
 
 def write_addresses(path: Path | None, addresses: list[str]) -> None:

@@ -28,9 +28,10 @@ class Command:
 
     popen: Forked | subprocess.Popen[bytes]
 
-    def __init__(self, folder: Path, arguments: Sequence[str], warm: Warm) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], warm: Warm, *, is_told: bool = True) -> None:
+        """Args: `is_told` of its folder; else only its output is written there."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, arguments = folder, [*arguments, "--out", str(folder)]
+        self.folder, arguments = folder, [*arguments, *(["--out", str(folder)] if is_told else [])]
         if os.environ.get("PYTHONPATH") == warm.python_path:
             self.popen = warm.start(arguments, out=folder / "stdout.txt", errors=folder / "stderr.txt")
             return
@@ -86,9 +87,10 @@ class Commands:
         self._root, self._text_file, self._warm = root, text_file, warm
         self._started: list[Command] = []
 
-    def start(self, *arguments: str, folder: Path | None = None) -> Command:
-        """Run `opendiloco ARGUMENTS`, in a new folder or on in an old one."""
-        command = Command(folder or self._root / f"command-{len(self._started)}", arguments, self._warm)
+    def start(self, *arguments: str, folder: Path | None = None, is_told: bool = True) -> Command:
+        """Run `opendiloco ARGUMENTS`, in a new folder or on in an old one; see `Command`."""
+        folder = folder or self._root / f"command-{len(self._started)}"
+        command = Command(folder, arguments, self._warm, is_told=is_told)
         self._started.append(command)
         return command
 

@@ -91,7 +91,7 @@ class Peer:
 
     def lease(self, at: Reading | None) -> Reading:
         """Where this worker reads on."""
-        return self._network.run(self.process.lease(at))
+        return self._network.run(self.process.lease(at, 0, self.process._presence.contract.data.shards))
 
     def gathers(self, other: Peer) -> bool:
         """Whether another worker waits for its group here, and this one is to lead it."""

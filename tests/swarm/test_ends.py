@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,19 @@ def test_killed_trainer_leaves_nothing_and_starts_again_at_once_with_its_key_and
     assert again.popen.poll() is None, again.errors
     assert again.events("join")[1]["peer"] == joined["peer"]
     assert addresses.read_text().split() == [f"/ip4/127.0.0.1/tcp/{waiting.port}/p2p/{joined['peer']}"]
+
+
+def test_killed_bootstrap_peer_without_a_folder_leaves_nothing(commands: Commands, wait_until: WaitUntil) -> None:
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.glob("opendiloco*"))
+    peer = commands.start("bootstrap", is_told=False)
+    out = peer.folder / "stdout.txt"
+    wait_until(lambda: out.exists() and "/p2p/" in out.read_text(), "it is there")
+    helpers = peer.below()
+    assert len(helpers) >= 3  # guard, network process, daemon
+    peer.popen.kill()
+    wait_until(lambda: all(map(is_gone, helpers)), "its helpers are gone", limit_s=CLEAN_LIMIT_S)
+    wait_until(lambda: set(temporary.glob("opendiloco*")) <= before, "its files are gone", limit_s=CLEAN_LIMIT_S)
 
 
 def test_worker_in_the_middle_of_its_training_leaves_in_order_when_asked(

@@ -149,7 +149,7 @@ def test_ctrl_c_ends_a_peer_with_0_and_other_commands_with_130(
 ) -> None:
     for module, function in (
         ("trainer", "run_worker"),
-        ("swarm", "run_bootstrap"),
+        ("bootstrap", "run_bootstrap"),
         ("simulate", "run_simulation"),
     ):
         behind(module, function, KeyboardInterrupt())
@@ -198,7 +198,7 @@ def test_train_without_peers_keeps_those_of_the_peer_file(behind: Behind, tmp_pa
 
 
 def test_bootstrap_hands_on_its_addresses(behind: Behind) -> None:
-    calls = behind("swarm", "run_bootstrap")
+    calls = behind("bootstrap", "run_bootstrap")
     listen, announce = "/ip4/0.0.0.0/tcp/5", "/dns4/example.org/tcp/5"
     arguments = ["bootstrap", "--host-maddr", listen, "--announce-maddr", announce, "--identity", "key"]
     assert main([*arguments, "--address-file", "f", "--peers", A]) == 0

@@ -103,8 +103,8 @@ class Swarm:
     def withdraw(self) -> None:
         self.withdrawn = True
 
-    def lease(self, at: Reading | None, source: int = 0) -> Reading:
-        return self._member.lease(at)
+    def lease(self, at: Reading | None, source: int, shards: int) -> Reading:
+        return self._member.lease(at, source, shards)
 
     def sent(self) -> Tensor:
         """The pseudo-gradient as the others get it."""

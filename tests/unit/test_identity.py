@@ -237,6 +237,15 @@ sys.stdin.read()
 """
 
 
+def test_a_key_that_no_file_keeps_is_known_to_processes_below_and_differs_each_time() -> None:
+    first, second = Identity.temporary(), Identity.temporary()
+    assert first.peer_id != second.peer_id
+    reader = "import pathlib, sys; from opendiloco.identity import Identity as I; path = pathlib.Path(sys.argv[1]); "
+    command = [sys.executable, "-c", reader + "print(I.load_or_create(path).peer_id)", str(first.path)]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"{first.peer_id}\n"
+    os.close(first.claim(wait_s=0.0))
+
+
 def test_a_key_in_use_by_another_process_is_refused_until_that_process_ends(tmp_path: Path) -> None:
     identity = Identity.load_or_create(key_file(tmp_path, ED25519_FILE))
     command = [sys.executable, "-c", HOLDER, str(identity.path)]

@@ -15,7 +15,7 @@ presets pretrained trained model generation separation loss compute lossscale op
 evaluate harness export ranks replica averager contribution
 membership tally agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
 participation channel network swarm
-report schedule loop diloco callback display evaluator worker
+bootstrap report schedule loop diloco callback display evaluator worker
 trainer simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}

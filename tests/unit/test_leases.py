@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from opendiloco.leases import Leases, choose_shard, keeps, read_alone
-from opendiloco.ledger import MAX_OPEN, MAX_READINGS, Ledger, Reading, SourceLedger
+from opendiloco.leases import AHEAD, Leases, choose_shard, keeps, read_alone
+from opendiloco.ledger import MAX_OPEN, MAX_READINGS, SOURCE_SHARDS, Ledger, Reading, SourceLedger
 
 SEQUENCES = 5  # in a shard
+SHARDS = 1000  # in a pass
 
 
 def done(shard: int) -> Reading:
@@ -88,7 +89,11 @@ def test_a_malformed_ledger_is_refused(bad: str) -> None:
 def test_workers_that_know_the_same_ledger_never_choose_the_same_shard() -> None:
     """Whatever they know of each other's choices since."""
     ledger = SourceLedger().after({peer: (at(shard, 1),) for shard, peer in enumerate("abc")})
-    chosen = [choose_shard(ledger, peer, claims={peer: []}, chosen=count) for peer in "abc" for count in range(10)]
+    chosen = [
+        choose_shard(ledger, peer, shards=SHARDS, claims={peer: []}, chosen=count)
+        for peer in "abc"
+        for count in range(10)
+    ]
     assert sorted(chosen) == list(range(3, 33))
 
 
@@ -98,23 +103,49 @@ def test_claims_of_others_never_drive_two_participants_together(foreign: set[int
     names = [f"reader {index}" for index in range(count)]
     ledger = SourceLedger().after({name: (at(2 * index, 1),) for index, name in enumerate(names)})
     claims = {"other": sorted(foreign), **{name: [2 * index] for index, name in enumerate(names)}}
-    found = [choose_shard(ledger, name, claims=claims, chosen=chosen) for name in names]
+    found = [choose_shard(ledger, name, shards=SHARDS, claims=claims, chosen=chosen) for name in names]
     assert len(set(found)) == count
     assert not set(found) & foreign
 
 
 def test_workers_that_start_together_begin_with_different_shards() -> None:
     names = ["a", "b", "c", "d"]
-    first = [Leases(name).lease(None, Ledger(), {other: () for other in names if other != name}) for name in names]
+    first = [
+        Leases(name).lease(None, Ledger(), {other: () for other in names if other != name}, shards=SHARDS)
+        for name in names
+    ]
     assert sorted(reading.shard for reading in first) == [0, 1, 2, 3]
 
 
 def test_a_latecomer_leaves_alone_what_the_others_have_leased() -> None:
     ledger = Ledger().after({"a": (at(0, 1),), "b": (at(1, 1),)})
     claims = {"a": [0, 3], "b": [1, 2, 4]}
-    late = Leases("late").lease(None, ledger, claims).shard
+    late = Leases("late").lease(None, ledger, claims, shards=SHARDS).shard
     assert late not in {*claims["a"], *claims["b"]}
-    assert late not in {choose_shard(ledger.of(0), peer, claims=claims, chosen=1) for peer in "ab"}
+    assert late not in {choose_shard(ledger.of(0), peer, shards=SHARDS, claims=claims, chosen=1) for peer in "ab"}
+
+
+@pytest.mark.parametrize("source", [0, 3])
+@given(shards=st.integers(2, 40), read=st.integers(1, 80), participants=st.integers(1, 5), newcomers=st.integers(1, 5))
+def test_newcomers_begin_no_pass_while_shards_of_this_one_are_nobodys(
+    source: int, shards: int, read: int, participants: int, newcomers: int
+) -> None:
+    """Though they leave alone what the participants need next, as long as there is more."""
+    base, names = source * SOURCE_SHARDS, [f"reader {index}" for index in range(participants)]
+    ledger = SourceLedger(
+        untouched=base + read, readers={name: base + max(0, read - 1 - index) for index, name in enumerate(names)}
+    )
+    claims: dict[str, list[int]] = {name: [shard] for name, shard in ledger.readers.items()}
+    claims |= {f"newcomer {index}": [] for index in range(newcomers)}
+    left = list(range(base + read, base + (read // shards + 1) * shards))  # of the pass
+    for index in range(newcomers):
+        name = f"newcomer {index}"
+        shard = choose_shard(ledger, name, shards=shards, claims=claims, chosen=0)
+        nobodys = [each for each in left if not any(each in claimed for claimed in claims.values())]
+        assert shard in nobodys or len(nobodys) < newcomers, (shard, nobodys)
+        if len(left) >= AHEAD * participants + newcomers:
+            assert shard >= left[AHEAD * participants]
+        claims[name].append(shard)
 
 
 def test_of_two_with_one_shard_exactly_one_moves_on() -> None:
@@ -122,7 +153,7 @@ def test_of_two_with_one_shard_exactly_one_moves_on() -> None:
     moved = []
     for name, other in (("a", "b"), ("b", "a")):
         leases = Leases(name)
-        reading = leases.lease(at(0, 2), ledger, {other: [0]})
+        reading = leases.lease(at(0, 2), ledger, {other: [0]}, shards=SHARDS)
         assert leases.claims[-1] == reading.shard
         moved.append(reading.shard != 0)
     assert sorted(moved) == [False, True]
@@ -131,18 +162,18 @@ def test_of_two_with_one_shard_exactly_one_moves_on() -> None:
 
 def test_a_worker_that_comes_back_goes_on_where_it_was_unless_others_have_been_there() -> None:
     ledger = Ledger().after({"a": (at(0, 3),), "b": (at(1, 2),)})
-    assert Leases("a").lease(at(0, 3), ledger, {"b": [1]}) == at(0, 3)
-    assert Leases("a").lease(at(0, 5), ledger, {"b": [1]}) == at(0, 5)  # work that is in no round yet
+    assert Leases("a").lease(at(0, 3), ledger, {"b": [1]}, shards=SHARDS) == at(0, 3)
+    assert Leases("a").lease(at(0, 5), ledger, {"b": [1]}, shards=SHARDS) == at(0, 5)  # work that is in no round yet
     further = ledger.after({"b": (at(0, 4),)})
-    assert Leases("a").lease(at(0, 3), further, {"b": [7]}) == at(0, 4)
+    assert Leases("a").lease(at(0, 3), further, {"b": [7]}, shards=SHARDS) == at(0, 4)
     finished = ledger.after({"b": (done(0), at(1, 3))})
-    assert Leases("a").lease(at(0, 3), finished, {"b": [1]}).shard not in (0, 1)
+    assert Leases("a").lease(at(0, 3), finished, {"b": [1]}, shards=SHARDS).shard not in (0, 1)
 
 
 def test_claims_stand_until_a_round_counts_what_was_read() -> None:
     leases = Leases("a")
-    first = leases.lease(None, Ledger(), {})
-    second = leases.lease(done(first.shard), Ledger(), {})
+    first = leases.lease(None, Ledger(), {}, shards=SHARDS)
+    second = leases.lease(done(first.shard), Ledger(), {}, shards=SHARDS)
     assert leases.claims == [first.shard, second.shard]
     leases.settle(Ledger())  # a round without this worker
     assert leases.claims == [first.shard, second.shard]
@@ -153,15 +184,15 @@ def test_claims_stand_until_a_round_counts_what_was_read() -> None:
 def test_more_claims_than_a_record_holds_drop_the_oldest() -> None:
     leases, reading = Leases("a"), None
     for _ in range(2 * MAX_READINGS):
-        reading = leases.lease(done(reading.shard) if reading else None, Ledger(), {})
+        reading = leases.lease(done(reading.shard) if reading else None, Ledger(), {}, shards=SHARDS)
     assert reading is not None
     assert len(leases.claims) == MAX_READINGS
     assert leases.claims[-1] == reading.shard
 
 
 def test_a_worker_by_itself_reads_shard_after_shard() -> None:
-    first = read_alone(None)
-    assert (first.shard, read_alone(first), read_alone(done(0)).shard) == (0, first, 1)
+    first = read_alone(None, 0, SHARDS)
+    assert (first.shard, read_alone(first, 0, SHARDS), read_alone(done(0), 0, SHARDS).shard) == (0, first, 1)
 
 
 # --- a swarm of readers --------------------------------------------------------------------------------
@@ -183,11 +214,11 @@ class Reader:
 
     def read(self, count: int, ledger: Ledger, others: Sequence[Reader]) -> None:
         claims = {other.name: list(other.leases.claims) for other in others if other is not self}
-        self.reading = self.leases.lease(self.reading, ledger, claims)
+        self.reading = self.leases.lease(self.reading, ledger, claims, shards=SHARDS)
         for _ in range(count):
             while self.reading.sequences == SEQUENCES:
                 self.finished.append(done(self.reading.shard))
-                self.reading = self.leases.lease(self.finished[-1], ledger, claims)
+                self.reading = self.leases.lease(self.finished[-1], ledger, claims, shards=SHARDS)
             self.taken.append((self.reading.shard, self.reading.sequences))
             self.reading = at(self.reading.shard, self.reading.sequences + 1)
 

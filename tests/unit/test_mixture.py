@@ -159,7 +159,7 @@ def test_workers_lease_different_shards_of_each_source_and_keep_what_they_read_n
                 place = at.get((name, source))
                 if place is not None and source == 0:
                     place = place.model_copy(update={"done": True})
-                at[name, source] = own.lease(place, ledger, others, source=source)
+                at[name, source] = own.lease(place, ledger, others, shards=1000, source=source)
                 assert source_of(at[name, source].shard) == source
         assert len({reading.shard for reading in at.values()}) == 6, turn
     assert all(at[name, source].shard in own.claims for name, own in leases.items() for source in (0, 1))
@@ -173,9 +173,9 @@ def test_workers_of_one_run_read_every_sequence_of_each_source_once_in_a_pass(da
     leases = {name: Leases(name) for name in names}
 
     def lease_of(name: str) -> TokenStream:
-        def lease(at: Reading | None, source: int) -> Reading:
+        def lease(at: Reading | None, source: int, shards: int) -> Reading:
             others = {other: list(leases[other].claims) for other in names if other != name}
-            return leases[name].lease(at, ledger, others, source=source)
+            return leases[name].lease(at, ledger, others, shards=shards, source=source)
 
         return training_stream(data, BYTES, seed=0, batch_size=1, lease=lease)
 

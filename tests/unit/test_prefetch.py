@@ -138,8 +138,8 @@ class Lessee:
     def __init__(self) -> None:
         self.ledger, self._leases = Ledger(), Leases("a")
 
-    def lease(self, at: Reading | None, source: int) -> Reading:
-        return self._leases.lease(at, self.ledger, {"b": [1]}, source=source)
+    def lease(self, at: Reading | None, source: int, shards: int) -> Reading:
+        return self._leases.lease(at, self.ledger, {"b": [1]}, shards=shards, source=source)
 
 
 @pytest.mark.parametrize("known", [Reading(shard=0, done=True), Reading(shard=0, rows=56, sequences=2)])

@@ -86,7 +86,7 @@ def batches_of(contract: Contract, name: str, names: Sequence[str]) -> Iterator[
         load_tokenizer(contract.data.tokenizer),
         seed=contract.run.seed,
         batch_size=contract.inner.batch_size,
-        lease=lambda at, source: at or first,
+        lease=lambda at, *_: at or first,
     )
 
 

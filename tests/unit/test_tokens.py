@@ -164,7 +164,7 @@ def shard_of(data: DataConfig, number: int) -> list[list[int]]:
     """All sequences of one shard."""
     rows: list[list[int]] = []
 
-    def only_this_one(at: Reading | None, source: int) -> Reading:
+    def only_this_one(at: Reading | None, source: int, shards: int) -> Reading:
         if at is not None:
             raise EOFError
         return Reading(shard=number)

@@ -1,0 +1,37 @@
+"""A DHT peer that does not train, for others to join through."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from pathlib import Path
+
+from opendiloco.config import SwarmConfig
+from opendiloco.leave import Leave
+from opendiloco.swarm import Swarm, write_addresses
+
+
+def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path | None) -> int:
+    """Run a DHT peer that does not train until SIGINT or SIGTERM; returns the exit code.
+
+    Args:
+        folder: keeps the peer's key, and so its address, for the next start; None: see `Swarm`.
+    """
+    stop = threading.Event()
+    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with (
+            Swarm(config, folder, leaving=stop.is_set) as swarm,
+            contextlib.suppress(Leave),
+        ):
+            swarm.open()
+            write_addresses(address_file, swarm.addresses)
+            for address in swarm.addresses:
+                print(address, flush=True)
+            while not stop.wait(0.5):
+                swarm.check()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 0
