@@ -1,19 +1,21 @@
 """What does it cost to be a worker: tokens per second against the same plain PyTorch loop, without peers?
 
 A real `Worker` in a real `Swarm` of its own, and a loop that uses nothing of opendiloco but the model builder and the
-token stream: same model, data, optimizer and precision. They take turns in blocks of one round each, so that what else
-happens on the machine hits both; ratios are those of neighbours. "Phase" is all inner steps of a round but the last,
-"round" includes that one and the end of the round (alone: no all-reduce), with the evaluation of one sequence.
+token stream: same model, data, optimizer and precision. They take turns of a few steps, so that what else happens on
+the machine hits both. "Phase" is all inner steps of a round but the last, "round" includes that one and the end of the
+round (alone: no all-reduce), with the evaluation of one sequence. Every round gives a ratio of each; the interval is
+where their median lies in 95 % of resamplings.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +46,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Block:
-    """Seconds of one block of H steps: all but the last step, and everything."""
+    """Seconds of one round of H steps: all but the last step, and everything."""
 
     phase_s: float
     whole_s: float
@@ -96,45 +98,55 @@ def lone_worker(contract: Contract, compute: ComputeConfig, folder: Path) -> Ite
             worker.optimizer.finish()
 
 
-def timed(step: Callable[[], None], steps: int, device: torch.device) -> Block:
-    """One block of steps."""
+def race(loops: Mapping[str, Callable[[], None]], steps: int, turn: int, device: torch.device) -> dict[str, Block]:
+    """One round of each, by turns of `turn` steps; who goes first alternates."""
+    order, spent = list(loops), dict.fromkeys(loops, 0.0)
+    turns = [*(min(turn, steps - 1 - start) for start in range(0, steps - 1, turn)), 1]
+    for count in turns:
+        phases = spent.copy()
+        for name in order:
+            spent[name] += _timed(loops[name], count, device)
+        order.reverse()
+    return {name: Block(phases[name], spent[name]) for name in loops}
+
+
+def _timed(step: Callable[[], None], count: int, device: torch.device) -> float:
     started = time.perf_counter()
-    for _ in range(steps - 1):
+    for _ in range(count):
         step()
-    _finish(device)
-    phase_s = time.perf_counter() - started
-    step()
-    _finish(device)
-    return Block(phase_s, time.perf_counter() - started)
-
-
-def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
-def measure(contract: Contract, compute: ComputeConfig, folder: Path, *, blocks: int) -> dict[str, Any]:
-    """Blocks of both by turns, which of them first by turns too; the first pair of blocks does not count."""
+def interval(ratios: Sequence[float], *, resamplings: int = 2000) -> tuple[float, float]:
+    """Where the median lies in 95 % of resamplings (percentile bootstrap, with a seed of its own)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(resamplings))
+    return medians[round(0.025 * resamplings)], medians[round(0.975 * resamplings) - 1]
+
+
+def measure(contract: Contract, compute: ComputeConfig, folder: Path, *, rounds: int, turn: int) -> dict[str, Any]:
+    """Rounds of both; the first does not count. Args: `turn` is the steps of one before the other goes on."""
     steps, device = contract.inner.steps, choose_device(compute)
     plain = PlainLoop(contract, compute)
-    found: dict[str, list[Block]] = {"plain": [], "worker": []}
     with lone_worker(contract, compute, folder) as worker:
-        each = {"plain": plain.step, "worker": worker.step}
-        for block in range(blocks + 1):
-            for name in sorted(each, reverse=block % 2 == 1):
-                found[name].append(timed(each[name], steps, device))
-    pairs = list(zip(found["plain"], found["worker"], strict=True))[1:]
+        loops = {"plain": plain.step, "worker": worker.step}
+        found = [race(loops, steps, turn, device) for _ in range(rounds + 1)]
+    pairs = [(blocks["plain"], blocks["worker"]) for blocks in found[1:]]
     tokens = contract.inner.batch_size * contract.data.seq_len
     phases = [plain.phase_s / worker.phase_s for plain, worker in pairs]
-    rounds = [plain.whole_s / worker.whole_s for plain, worker in pairs]
+    wholes = [plain.whole_s / worker.whole_s for plain, worker in pairs]
     return {
         "parameters": count_parameters(plain.model),
         "plain_tokens_per_s": tokens * steps / statistics.median(plain.whole_s for plain, _ in pairs),
         "worker_tokens_per_s": tokens * (steps - 1) / statistics.median(worker.phase_s for _, worker in pairs),
         "phase_ratio": statistics.median(phases),
-        "round_ratio": statistics.median(rounds),
+        "phase_interval": interval(phases),
+        "round_ratio": statistics.median(wholes),
+        "round_interval": interval(wholes),
         "phase_ratios": phases,
-        "round_ratios": rounds,
+        "round_ratios": wholes,
         "end_of_round_s": statistics.median(
             (worker.whole_s - worker.phase_s) - worker.phase_s / (steps - 1) for _, worker in pairs
         ),
@@ -229,13 +241,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and keep what came out; the exit code is 0 if the bar holds."""
     parser = argparse.ArgumentParser(prog="launch.sh bench worker", description=__doc__)
     add_options(parser)
-    parser.add_argument("--blocks", type=int, default=20, metavar="N", help="of each (default 20)")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="of each (default 40)")
+    parser.add_argument("--turn", type=int, default=1, metavar="N", help="steps of one before the other (default 1)")
     parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "worker.jsonl")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="worker-") as temporary:
         folder = Path(temporary)
-        contract = contract_of(options, folder, rounds=options.blocks + 2)
-        result = measure(contract, compute_of(options), folder / "worker", blocks=options.blocks)
+        contract = contract_of(options, folder, rounds=options.rounds + 2)
+        result = measure(contract, compute_of(options), folder / "worker", rounds=options.rounds, turn=options.turn)
     asked = {name: value for name, value in vars(options).items() if name != "out"}
     write_lines(options.out, [{"benchmark": "worker", **asked, **result, **about()}])
     show(result)
@@ -246,8 +259,8 @@ def show(result: dict[str, Any]) -> None:
     """Print a result of `measure`."""
     print(f"plain loop {result['plain_tokens_per_s']:.0f} tokens/s, worker {result['worker_tokens_per_s']:.0f}")
     for kind in ("phase", "round"):
-        low, middle, high = statistics.quantiles(result[f"{kind}_ratios"], n=4)
-        print(f"worker over plain loop, {kind}: {middle:.4f} (half of the blocks: {low:.4f} to {high:.4f})")
+        low, high = result[f"{kind}_interval"]
+        print(f"worker over plain loop, {kind}: {result[f'{kind}_ratio']:.4f} (95 %: {low:.4f} to {high:.4f})")
     print(f"the end of a round takes {1000 * result['end_of_round_s']:.1f} ms")
 
 

@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"validation loss {' '.join(f'{loss:.3f}' for loss in together['validation'])}")
         print(f"together {together['tokens_per_s_together']:.0f} tokens/s", flush=True)
         alone = contract_of(options, folder, rounds=options.blocks + 2)
-        speed = measure(alone, compute_of(options), folder / "alone", blocks=options.blocks)
+        speed = measure(alone, compute_of(options), folder / "alone", rounds=options.blocks, turn=options.steps)
         show(speed)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     asked = {name: value for name, value in vars(options).items() if name != "out"}

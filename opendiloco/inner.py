@@ -55,9 +55,10 @@ class InnerSteps:
         Raises:
             SettingsError: compute.checkpoint_activations, and the model cannot do it.
         """
-        self._model, self._config, self._compute = model, config, compute
+        self._config, self._compute = config, compute
         self._trained, self._end_id = trained if trained is not None else model, end_id
-        self._device = next(model.parameters()).device
+        self._parameters = [p for p in model.parameters() if p.requires_grad]  # finding them takes time in each step
+        self._device = self._parameters[0].device
         if compute.checkpoint_activations:
             checkpoint_activations(model)
         self._loss: Loss = CompiledLoss() if compute.compile else causal_lm_loss
@@ -92,7 +93,7 @@ class InnerSteps:
                 optimizer.step()
                 if self._scale is not None:
                     self._scale.count_step()
-        self._model.zero_grad(set_to_none=True)
+        self._drop_gradients()
         norm = grad_norm if math.isfinite(loss) else math.nan
         return InnerStepResult(loss=loss, grad_norm=norm, tokens=tokens.numel(), finite=finite)
 
@@ -105,7 +106,7 @@ class InnerSteps:
         tokens = torch.zeros(self._config.batch_size, seq_len, dtype=torch.int64, device=self._device)
         with memory_cure(tokens, self._compute):
             self._gradient(tokens)
-        self._model.zero_grad(set_to_none=True)
+        self._drop_gradients()
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's state and, with fp16, the loss scale."""
@@ -126,17 +127,19 @@ class InnerSteps:
             if not isinstance(self._loss, CompiledLoss) or not self._loss.give_up(error):
                 raise
             loss = self._accumulate(tokens)
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        if self._scale is not None:
-            torch._foreach_mul_(gradients, 1 / self._scale.value)  # before anything looks at them
-        largest = self._config.clip_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self._model.parameters(), largest)
+        if self._scale is not None:  # before anything looks at them
+            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], 1 / self._scale.value)
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm or math.inf)
         both: list[float] = torch.stack((loss, norm.to(loss.dtype))).tolist()  # one wait for the device, not two
         return both[0], both[1]
 
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _accumulate(self, tokens: Tensor) -> Tensor:
         """Put the gradient of the batch's mean loss, times the loss scale, into .grad; returns that loss, fp32."""
-        self._model.zero_grad(set_to_none=True)
+        self._drop_gradients()
         scale = self._scale.value if self._scale is not None else 1.0
         total, end_id = torch.zeros((), device=tokens.device), self._end_id
         targets = has_target(tokens, end_id).sum().clamp(min=1)
