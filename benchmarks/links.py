@@ -38,6 +38,11 @@ class Host:
     _free_at: dict[str, float] = field(default_factory=dict)
 
     @property
+    def prefix(self) -> list[str]:
+        """Nothing: processes of all hosts run on this machine as it is."""
+        return []
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Settings `swarm.*` of the peer on this host."""
         return {

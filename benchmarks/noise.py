@@ -8,28 +8,47 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
 import psutil
 
 from benchmarks.common import BenchmarkError
-from benchmarks.links import Host
 
 LIMIT_S = 120.0
 
 
-def work(folder: Path, values: int, workers: int, inner_s: float, host: dict[str, Any], peers: list[str]) -> None:
+class Host(Protocol):
+    """Where a worker runs; see `links` and `netns`."""
+
+    @property
+    def prefix(self) -> list[str]:
+        """What runs a command there, when put before it."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings `swarm.*` of the peer there."""
+
+    @property
+    def carried_bytes(self) -> int:
+        """By its link so far, both ways."""
+
+
+def work(
+    folder: Path, values: int, workers: int, inner_s: float, codec: str, host: dict[str, Any], peers: list[str]
+) -> None:
     """Train for ever; a line of JSON per attempt at a round goes to standard output."""
     import torch
 
     from opendiloco import Contract, DiLoCo, InnerConfig, RoundReport, RoundsConfig, RunConfig, Swarm, SwarmConfig
+    from opendiloco.config import OuterConfig
 
     torch.set_num_threads(1)
     contract = Contract(
         run=RunConfig(id="noise", rounds=1_000_000),
         inner=InnerConfig(steps=10),
+        outer=OuterConfig.model_validate({"codec": codec}),
         rounds=RoundsConfig(start_peers=workers),
     )
     model = torch.nn.Linear(1000, values // 1000, bias=False)
@@ -48,6 +67,8 @@ def work(folder: Path, values: int, workers: int, inner_s: float, host: dict[str
                     "participants": sorted(outcome.weights),
                     "inner_s": report.inner_s,
                     "wait_s": outcome.wait_s,
+                    "rendezvous_s": outcome.rendezvous_s,
+                    "params_hash": report.params_hash.result() if report.params_hash is not None else None,
                     "allreduce_s": outcome.allreduce_s,
                 }
             ),
@@ -73,17 +94,19 @@ def work(folder: Path, values: int, workers: int, inner_s: float, host: dict[str
 class NoiseWorker:
     """One worker over all its lives, as a benchmark sees it."""
 
-    def __init__(self, folder: Path, host: Host, *, values: int, workers: int, inner_s: float) -> None:
+    def __init__(
+        self, folder: Path, host: Host, *, values: int, workers: int, inner_s: float, codec: str = "int8"
+    ) -> None:
         """Args: `workers` of the run's start; `inner_s` seconds of an inner phase."""
         self.host, self._folder = host, folder
-        self._arguments = [str(folder), str(values), str(workers), str(inner_s), json.dumps(host.settings)]
+        self._arguments = [str(folder), str(values), str(workers), str(inner_s), codec, json.dumps(host.settings)]
         folder.mkdir()
 
     def start(self, peers: Sequence[str]) -> None:
         """Start its process, again with its old key and address."""
         with (self._folder / "lines.jsonl").open("wb") as out, (self._folder / "errors.txt").open("ab") as errors:
             self.popen = subprocess.Popen(
-                [sys.executable, __file__, *self._arguments, *peers],
+                [*self.host.prefix, sys.executable, __file__, *self._arguments, *peers],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=errors,
@@ -157,5 +180,5 @@ def _peak(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    folder, values, workers, inner_s, host, *peers = sys.argv[1:]
-    work(Path(folder), int(values), int(workers), float(inner_s), json.loads(host), peers)
+    folder, values, workers, inner_s, codec, host, *peers = sys.argv[1:]
+    work(Path(folder), int(values), int(workers), float(inner_s), codec, json.loads(host), peers)

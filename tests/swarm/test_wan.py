@@ -1,0 +1,121 @@
+"""Hosts in network namespaces: links that carry what they should, that can be cut, and that go with their owner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from benchmarks import bench_wan
+from benchmarks.netns import Hosts, NamespaceHost, why_not
+
+if TYPE_CHECKING:
+    from support.waiting import WaitUntil
+
+if reason := why_not():  # they take root, which those who run the tests need not have
+    pytest.skip(reason, allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+SERVE = """
+import socket
+server = socket.create_server(("0.0.0.0", 9))
+print("up", flush=True)
+while True:
+    connection, _ = server.accept()
+    count = 0
+    while piece := connection.recv(1 << 16):
+        count += len(piece)
+    print(count, flush=True)
+"""
+SEND = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 9), float(sys.argv[3]))
+connection.sendall(bytes(int(sys.argv[2])))
+"""
+OWN = """
+import sys, time
+from benchmarks.netns import Hosts
+with Hosts(2) as network:
+    print(network.hosts[0].prefix[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Hosts]:
+    with Hosts(3, mbit=8.0) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def server(network: Hosts) -> Iterator[subprocess.Popen[str]]:
+    """Counts what it gets on the first host."""
+    command = [*network.hosts[0].prefix, sys.executable, "-c", SERVE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield process
+        process.kill()
+
+
+def send(sender: NamespaceHost, to: NamespaceHost, size: int, *, limit_s: float) -> bool:
+    """Whether it could connect and hand over so many bytes."""
+    command = [*sender.prefix, sys.executable, "-c", SEND, to.ip, str(size), str(limit_s)]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_a_link_carries_no_more_than_its_rate_and_counts_what_it_carries(
+    network: Hosts, server: subprocess.Popen[str]
+) -> None:
+    size, (receiver, sender, _) = 1_000_000, network.hosts
+    before, started = receiver.carried_bytes, time.monotonic()
+    assert send(sender, receiver, size, limit_s=60)
+    assert server.stdout is not None
+    assert int(server.stdout.readline()) == size
+    assert time.monotonic() - started >= 0.9 * size * 8 / 8e6
+    assert size < receiver.carried_bytes - before < 1.2 * size
+
+
+def test_a_cut_host_is_out_of_reach_until_its_link_is_mended(network: Hosts, server: subprocess.Popen[str]) -> None:
+    receiver, _, sender = network.hosts
+    assert server.stdout is not None
+    network.cut(sender)
+    assert not send(sender, receiver, 10, limit_s=0.5)
+    network.mend(sender)
+    assert send(sender, receiver, 10, limit_s=60)
+    assert int(server.stdout.readline()) == 10
+
+
+def test_links_go_with_their_owner_however_it_ends(wait_until: WaitUntil) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as owner:
+        assert owner.stdout is not None
+        inside = ["nsenter", owner.stdout.readline().strip(), "sh", "-c", "echo $$; exec sleep 1000"]
+        with subprocess.Popen(inside, stdout=subprocess.PIPE, text=True) as guest:
+            assert guest.stdout is not None
+            pid = int(guest.stdout.readline())
+            devices = Path(f"/proc/{pid}/net/dev")
+            assert "eth0" in devices.read_text()
+            os.kill(owner.pid, signal.SIGKILL)
+            wait_until(lambda: "eth0" not in devices.read_text(), "the link is gone")
+            guest.kill()
+    assert not psutil.pid_exists(pid)
+
+
+def test_the_benchmark_of_slow_links_runs_and_says_what_a_round_took(tmp_path: Path) -> None:
+    assert bench_wan.main(["--quick", "--out", str(tmp_path / "wan.jsonl")]) == 0
+    (line,) = [json.loads(line) for line in (tmp_path / "wan.jsonl").read_text().splitlines()]
+    assert line["identical"]
+    assert line["rounds"] >= 3
+    assert line["round_s"] >= line["wire_limit_s"] > 0
+    assert line["carried_bytes_per_round"] > 100_000
