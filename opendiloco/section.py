@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from annotated_types import Ge, Gt, Le, Lt, MaxLen
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from opendiloco.errors import SettingsError
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,32 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    def __init__(self, **values: Any) -> None:
+        """Settings that a script makes, such as SwarmConfig(peers=[...]); SettingsError where they are wrong."""
+        try:
+            super().__init__(**values)
+            return
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+        raise SettingsError(_line(type(self), first["loc"], first["msg"], first["input"]))
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # what pydantic validates does not come here
+
+
+def _line(section: type[Section], at: Sequence[int | str], message: str, value: object) -> str:
+    """The error at one place of a section, as a line for the user."""
+    if not at or message.startswith("Value error, "):  # a check of a whole section
+        return message.removeprefix("Value error, ")
+    key, info = str(at[0]), section.model_fields.get(str(at[0]))
+    if info is not None and isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+        return _line(info.annotation, at[1:], message, value) if at[1:] else f"{key} is {shown(value)}: {message}"
+    prefix = section.__name__.removesuffix("Config").lower() + "." if section.__name__.endswith("Config") else ""
+    if info is not None:
+        return f"{prefix}{key} is {shown(value)}: must be {allowed(info)}"
+    near = difflib.get_close_matches(key, section.model_fields)
+    cure = f"did you mean {prefix}{near[0]}?" if near else "`opendiloco settings` lists all of them"
+    return f"unknown setting {prefix}{key}: {cure}"
+
 
 Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -42,3 +76,44 @@ PeerAddress = Annotated[
     Field(pattern=r"^/\S+/p2p/\w+$"),
     Allowed("a full address such as /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo..."),
 ]
+
+
+def allowed(info: FieldInfo) -> str:
+    """The values that a setting takes, in words and with their unit."""
+    return _allowed(info.annotation, info.metadata)
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: as JSON, and not too long."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _allowed(annotation: Any, metadata: Sequence[object]) -> str:
+    metadata = list(_flat(metadata))
+    if words := [item.text for item in metadata if isinstance(item, Allowed)]:
+        return words[0]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _allowed(arguments[0], arguments[1:])
+    if origin in (Union, UnionType):
+        return ", or ".join(_allowed(argument, ()) for argument in arguments)
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
+    if origin is tuple:
+        most = "".join(f" of at most {item.max_length}" for item in metadata if isinstance(item, MaxLen))
+        form = f'["A", "B", ...]{most}' if arguments[-1] is Ellipsis else f"of {len(arguments)}"
+        return f"a list {form}, each {_allowed(arguments[0], ())}"
+    names = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+    unit = "".join(f" of {item.name}" for item in metadata if isinstance(item, Unit))
+    return names[annotation] + unit + "".join(_bounds(metadata))
+
+
+def _flat(metadata: Sequence[object]) -> Iterator[object]:
+    for item in metadata:
+        yield from item.metadata if isinstance(item, FieldInfo) else (item,)
+
+
+def _bounds(metadata: Sequence[object]) -> Iterator[str]:
+    words = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le}", Lt: "below {0.lt}"}
+    return (", " + words[type(item)].format(item) for item in metadata if type(item) in words)

@@ -6,14 +6,12 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Any, TypeVar, cast
 
 import tomli_w
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
@@ -21,7 +19,9 @@ from opendiloco.config import Contract, PeerConfig, contract_difference
 from opendiloco.config import contract_from_wire as contract_from_wire
 from opendiloco.config import contract_to_wire as contract_to_wire
 from opendiloco.errors import SettingsError
-from opendiloco.section import Allowed, Section, Unit
+from opendiloco.section import Section
+from opendiloco.section import allowed as allowed
+from opendiloco.section import shown as shown
 
 Config = TypeVar("Config", Contract, PeerConfig)
 
@@ -59,7 +59,7 @@ class Settings:
         given = [self.options[name] for name, _, _ in differences[:3] if name in self.options]
         leave_out = " and ".join(["--run"] * self.has_run_file + given) or setting
         return (
-            f"{setting} is {_shown(mine)} here and {_shown(other)} in run {run_id}{more}: "
+            f"{setting} is {shown(mine)} here and {shown(other)} in run {run_id}{more}: "
             f"join with the run's own contract (leave out {leave_out})"
         )
 
@@ -137,15 +137,10 @@ def settings_help() -> str:
             lines += ["", f"[{section}]"]
             for key, info in model.model_fields.items():
                 description = " ".join((info.description or "").split())
-                lines.append(f"  {section}.{key} = {_shown(info.default)}")
+                lines.append(f"  {section}.{key} = {shown(info.default)}")
                 lines.append(f"      {description}")
                 lines.append(f"      Allowed: {allowed(info)}")
     return "\n".join(lines)
-
-
-def allowed(info: FieldInfo) -> str:
-    """The values that a setting takes, in words and with their unit."""
-    return _allowed(info.annotation, info.metadata)
 
 
 # --- sources -------------------------------------------------------------------------------------------
@@ -166,7 +161,7 @@ def _read_toml(path: Path, *, own: type[Section], other: type[Section]) -> dict[
             raise SettingsError(_unknown_section(section, str(path), own))
         if not isinstance(values, dict):
             raise SettingsError(
-                f"{section} is {_shown(values)} in {path}: write a line [{section}] and below it KEY = VALUE"
+                f"{section} is {shown(values)} in {path}: write a line [{section}] and below it KEY = VALUE"
             )
         for key, value in values.items():
             _field(f"{section}.{key}", str(path))
@@ -265,39 +260,5 @@ def _build(config: type[Config], given: Mapping[str, _Given]) -> Config:
         raise SettingsError("a setting is no UTF-8 text: correct the value of --set or of the option")
     if setting not in given:  # a check of a whole section
         raise SettingsError(first["msg"].removeprefix("Value error, "))
-    value, source = _shown(given[setting].value), given[setting].source
+    value, source = shown(given[setting].value), given[setting].source
     raise SettingsError(f"{setting} is {value} in {source}: must be {allowed(_all_fields()[setting])}")
-
-
-def _allowed(annotation: Any, metadata: Sequence[object]) -> str:
-    metadata = list(_flat(metadata))
-    if words := [item.text for item in metadata if isinstance(item, Allowed)]:
-        return words[0]
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _allowed(arguments[0], arguments[1:])
-    if origin in (Union, UnionType):
-        return ", or ".join(_allowed(argument, ()) for argument in arguments)
-    if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
-    if origin is tuple:
-        form = '["A", "B", ...]' if arguments[-1] is Ellipsis else f"of {len(arguments)}"
-        return f"a list {form}, each {_allowed(arguments[0], ())}"
-    names = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
-    unit = "".join(f" of {item.name}" for item in metadata if isinstance(item, Unit))
-    return names[annotation] + unit + "".join(_bounds(metadata))
-
-
-def _flat(metadata: Sequence[object]) -> Iterator[object]:
-    for item in metadata:
-        yield from item.metadata if isinstance(item, FieldInfo) else (item,)
-
-
-def _bounds(metadata: Sequence[object]) -> Iterator[str]:
-    words = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le}", Lt: "below {0.lt}"}
-    return (", " + words[type(item)].format(item) for item in metadata if type(item) in words)
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -208,6 +208,40 @@ def test_unreadable_files_give_one_line(tmp_path: Path) -> None:
 def test_a_value_from_an_option_is_blamed_on_that_option(tmp_path: Path) -> None:
     line = error_line(tmp_path, flags=(Flag("--run-id", "run.id", "a b"),))
     assert line.startswith('run.id is "a b" in --run-id: must be 1 to 64 letters')
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (
+            lambda: SwarmConfig(peers=("127.0.0.1:31337",)),
+            'swarm.peers is "127.0.0.1:31337": must be a list ["A", "B", ...], each a full address such as '
+            "/ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...",
+        ),
+        (lambda: SwarmConfig(peer=(ADDRESS,)), "unknown setting swarm.peer: did you mean swarm.peers?"),
+        (
+            lambda: Contract(inner={"steps": 0}),
+            "inner.steps is 0: must be a whole number of inner steps, at least 1",
+        ),
+        (
+            lambda: PeerConfig(swarm={"expiry_s": 3.0}),
+            "swarm.expiry_s is 3.0 and swarm.heartbeat_s is 2.0: set swarm.expiry_s to at least 4.0, twice the "
+            "heartbeat",
+        ),
+    ],
+)
+def test_settings_that_a_script_makes_wrongly_are_one_line(make: Callable[[], object], line: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        make()
+    assert str(caught.value) == line
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)  # nothing of pydantic's is shown
+
+
+def test_too_many_sources_are_told_how_many_there_may_be(tmp_path: Path) -> None:
+    sources = [f"text:{number}" for number in range(17)]
+    load_settings(overrides=[f"data.source={json.dumps(sources[:16])}"])
+    line = error_line(tmp_path, f"data.source={json.dumps(sources)}")
+    assert line.endswith('must be a text, or a list ["A", "B", ...] of at most 16, each a text')
 
 
 def test_written_files_load_to_the_same_settings(tmp_path: Path) -> None:
