@@ -1,5 +1,4 @@
 """An accelerate loop in a swarm. Start it in two terminals; 2 is how many workers the first round waits for:
-
 .venv/bin/python examples/accelerate_loop.py runs/one 2
 .venv/bin/python examples/accelerate_loop.py runs/two 2 $(cat runs/one/addresses)
 """
@@ -15,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from opendiloco import Contract, DiLoCo, InnerConfig, OuterConfig, RoundsConfig, RunConfig, Swarm, SwarmConfig
 
+if len(sys.argv) < 3 or not sys.argv[2].isdecimal() or int(sys.argv[2]) < 1:
+    sys.exit(print("usage: accelerate_loop.py FOLDER WORKERS [ADDRESS ...]", file=sys.stderr) or 2)
 folder, workers, peers = Path(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])  # no peers: a new swarm
 logging.basicConfig(level=logging.INFO, format="%(message)s")  # a line for every round
 run, rounds = RunConfig(id="accelerate", rounds=4), RoundsConfig(start_peers=workers)
@@ -24,7 +25,6 @@ torch.manual_seed(0)  # all workers start from the same parameters, which is che
 config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(config)
 data = torch.tensor(list(Path(logging.__file__).read_bytes())).split(64)[:-1]  # your own data set goes here
-
 with Swarm.join(SwarmConfig(peers=peers), folder) as swarm:
     loader = torch.utils.data.DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(swarm.seed))
     with DiLoCo(torch.optim.AdamW(model.parameters(), lr=1e-3), model, swarm, contract) as diloco:

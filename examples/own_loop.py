@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 
 from opendiloco import Contract, DiLoCo, InnerConfig, RoundsConfig, RunConfig, Swarm, SwarmConfig
 
+if len(sys.argv) < 3 or not sys.argv[2].isdecimal() or int(sys.argv[2]) < 1:
+    sys.exit(print("usage: own_loop.py FOLDER WORKERS [ADDRESS ...]", file=sys.stderr) or 2)
 folder, workers, peers = Path(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])  # no peers: a new swarm
 logging.basicConfig(level=logging.INFO, format="%(message)s")  # a line for every round
 contract = Contract(  # equal on all workers; `inner` and `model` say nothing here but H

@@ -13,10 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from opendiloco import Contract, DiLoCoCallback, InnerConfig, RoundsConfig, RunConfig, Swarm, SwarmConfig
 
+if len(sys.argv) < 3 or not sys.argv[2].isdecimal() or int(sys.argv[2]) < 1:
+    sys.exit(print("usage: trainer.py FOLDER WORKERS [ADDRESS ...]", file=sys.stderr) or 2)
 folder, workers, peers = Path(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])  # no peers: a new swarm
-contract = Contract(  # equal on all workers; `inner` and `model` say nothing here but H
-    run=RunConfig(id="trainer", rounds=4), inner=InnerConfig(steps=5), rounds=RoundsConfig(start_peers=workers)
-)
+run, rounds = RunConfig(id="trainer", rounds=4), RoundsConfig(start_peers=workers)
+contract = Contract(run=run, inner=InnerConfig(steps=5), rounds=rounds)  # equal on all workers; H is 5
 torch.manual_seed(0)  # all workers start from the same parameters, which is checked: yours are from_pretrained(...)
 config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(config)
@@ -33,7 +34,6 @@ arguments = TrainingArguments(
     report_to="none",
 )
 trainer = Trainer(model=model, args=arguments, train_dataset=sequences)
-
 with Swarm.join(SwarmConfig(peers=peers), folder) as swarm:
     trainer.add_callback(DiLoCoCallback(trainer, swarm, contract))
     trainer.train()

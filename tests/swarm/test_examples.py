@@ -60,6 +60,18 @@ def test_loop_alone_does_its_rounds_and_saves_a_model(
     assert re.findall(r"round (\d) \| 1 of 1 workers \|.*\| commit", caplog.text) == ["1", "2", "3", "4"]
 
 
+@pytest.mark.parametrize("arguments", [("runs/one",), ("runs/one", "two")])
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: str(example.stem))
+def test_example_with_a_missing_or_wrong_argument_says_how_it_is_used(
+    example: Path, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(example), *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(example), run_name="__main__")
+    assert end.value.code == 2
+    assert capsys.readouterr() == ("", f"usage: {example.name} FOLDER WORKERS [ADDRESS ...]\n")
+
+
 def test_ctrl_c_ends_a_loop_in_order(tmp_path: Path) -> None:
     contract = Contract(run=RunConfig(rounds=10_000), inner=InnerConfig(steps=3))
     model = torch.nn.Linear(2, 2)
