@@ -181,6 +181,8 @@ def save_model(
             os.rename(folder, replaced)
         os.rename(beside, folder)
     except OSError as error:  # a mount point, or the folder that somebody works in
+        if replaced.exists() and not folder.exists():
+            os.rename(replaced, folder)
         shutil.rmtree(beside, ignore_errors=True)
         raise OpendilocoError(f"{folder} cannot be replaced ({error.strerror}): name a folder in it") from None
     shutil.rmtree(replaced, ignore_errors=True)

@@ -216,6 +216,12 @@ def test_folders_hold_settings_and_log(run: Run) -> None:
         assert "Traceback" not in log
 
 
+def test_last_line_of_a_worker_says_where_the_outer_parameters_of_which_round_are(run: Run) -> None:
+    for worker in run.workers:
+        line = f"the outer parameters of round {ROUNDS} are in {worker.folder / 'model'}"
+        assert worker.errors.splitlines()[-1].endswith(line)
+
+
 def test_reason_to_leave_is_the_end_of_the_run(run: Run) -> None:
     leaves = [events[0] for events in run.events("leave")]
     assert [(leave["round"], leave["reason"]) for leave in leaves] == [(ROUNDS, "finished")] * WORKERS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from opendiloco.checkpoint import CheckpointWriter, load_checkpoint
 from opendiloco.codec import get_codec
 from opendiloco.config import CheckpointConfig, ComputeConfig, Contract, PeerConfig
-from opendiloco.errors import SettingsError
+from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.export import run_export
 from opendiloco.metrics import MetricsLog, read_metrics
 from opendiloco.settings import Settings, write_toml
@@ -249,3 +251,26 @@ def test_values_that_fp16_has_no_room_for_are_refused(folder: Path, tmp_path: Pa
     file = folder / "model" / "model.safetensors"
     save_file({name: tensor + 1e5 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
     assert "--dtype fp16 has no room for values of model.embed" in refusal(folder, tmp_path / "hf", dtype="fp16")
+
+
+@pytest.mark.parametrize("refused", ["target", "new"])
+def test_a_folder_that_cannot_be_replaced_is_one_line_and_stays_as_it_was(
+    trained: Path, tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a mount point, which cannot be renamed (EBUSY), or whose folder takes no new name."""
+    export(trained, tmp_path / "hf", "round-000001")
+    before = {path: path.read_bytes() for path in (tmp_path / "hf").rglob("*") if path.is_file()}
+    rename = os.rename
+
+    def busy(source: Path, target: Path) -> None:
+        if source.name == {"target": "hf", "new": ".hf.new"}[refused]:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), source)
+        rename(source, target)
+
+    monkeypatch.setattr("opendiloco.model.os.rename", busy)
+    with pytest.raises(OpendilocoError) as caught:
+        export(trained, tmp_path / "hf")
+    assert str(caught.value) == f"{tmp_path / 'hf'} cannot be replaced (Device or resource busy): name a folder in it"
+    assert caught.value.exit_code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert {path: path.read_bytes() for path in (tmp_path / "hf").rglob("*") if path.is_file()} == before

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from opendiloco.config import DataConfig
+from opendiloco.config import Contract, DataConfig, PeerConfig, RunConfig, SwarmConfig
 from opendiloco.errors import SettingsError
 from opendiloco.evaluate import validation_loss
 from opendiloco.leave import Leave
+from opendiloco.metrics import MetricsLog
+from opendiloco.ranks import Ranks
+from opendiloco.settings import Settings
 from opendiloco.text import check_source
-from opendiloco.trainer import check_folder, warn_of_earlier_life
+from opendiloco.trainer import agree_on_contract, check_folder, warn_of_earlier_life
+from opendiloco.worker import Worker
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "model", "roundlog"])
@@ -71,3 +78,39 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(
     warn_of_earlier_life(tmp_path, resume)
     assert len(caplog.messages) == bool(line)
     assert re.search(line, " ".join(caplog.messages))
+
+
+@pytest.mark.parametrize(("run_id", "named"), [("later", "later"), (None, "(any)")])
+def test_joiner_says_how_long_it_waits_for_which_run_before_it_waits(
+    run_id: str | None, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    theirs, heard = Contract(run=RunConfig(id="later")), list[list[str]]()
+
+    def find_contract(_: str | None, *, wait_s: float) -> Contract | None:
+        if wait_s == 0:
+            return None
+        assert wait_s == 7.5
+        heard.append(list(caplog.messages))
+        return theirs
+
+    address = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
+    peer = PeerConfig(swarm=SwarmConfig(peers=(address,), startup_timeout_s=7.5))
+    swarm = cast(Any, SimpleNamespace(find_contract=find_contract))
+    found, has_brought_contract = agree_on_contract(Settings(Contract(), peer), swarm, run_id)
+    assert (found.contract, has_brought_contract) == (theirs, False)
+    assert heard == [[f"waiting up to 7.5 s for a worker of run {named}"]]
+
+
+def test_processes_of_a_worker_meet_before_its_text_is_opened(tmp_path: Path) -> None:
+    """So that where the text is wrong the others notice at once, instead of waiting for the first to come."""
+    opened = []
+
+    class Meeting(Ranks):
+        def open(self) -> None:
+            opened.append(self.index)
+
+    contract = Contract(data=DataConfig(source=f"text:{tmp_path / 'nowhere'}"))
+    with MetricsLog(tmp_path / "metrics.jsonl", "a") as metrics, pytest.raises(SettingsError, match=r"data\.source is"):
+        Worker(Settings(contract, PeerConfig()), cast(Any, SimpleNamespace(lease=None)), metrics, ranks=Meeting(0, 2))
+    assert opened == [0]
