@@ -41,6 +41,8 @@ def train_together(contract: Contract, peer: PeerConfig, folder: Path) -> dict[s
         arguments = [*common, "--run", str(folder / "run.toml")]
         first = processes.start("first", [*arguments, "--address-file", str(addresses)])
         _wait(lambda: addresses.is_file() or not first.is_running, [first])
+        if not first.is_running:
+            raise BenchmarkError(f"{first.name} worker {first.end}:\n{first.output[-3000:]}")
         second = processes.start("second", [*arguments, "--peers", *addresses.read_text().split()])
         both = [first, second]
         _wait(lambda: not any(process.is_running for process in both), both)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from pathlib import Path
 
 from opendiloco.config import SwarmConfig
 from opendiloco.leave import Leave
-from opendiloco.swarm import Swarm, write_addresses
+from opendiloco.swarm import Swarm, forget_addresses, write_addresses
 
 
 def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path | None) -> int:
@@ -18,6 +19,7 @@ def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path |
     Args:
         folder: keeps the peer's key, and so its address, for the next start; None: see `Swarm`.
     """
+    forget_addresses(address_file)
     stop = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -29,6 +31,7 @@ def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path |
             write_addresses(address_file, swarm.addresses)
             for address in swarm.addresses:
                 print(address, flush=True)
+            print("others join with --peers and an address above; Ctrl-C ends this peer", file=sys.stderr)
             while not stop.wait(0.5):
                 swarm.check()
     finally:

@@ -157,7 +157,7 @@ def _load(path: Path, asked: str, contract: str) -> Checkpoint:
         meta = json.loads((path / _META).read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise SettingsError(f"{asked}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(asked, path, error) from None
     try:
         if meta.pop("digest") != _digest_of_meta(meta):

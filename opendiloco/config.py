@@ -271,7 +271,7 @@ class ComputeConfig(Section):
     """Compile the training pass with torch.compile, before the first round; without it where that fails."""
     checkpoint_activations: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
-    threads: Annotated[int, Field(ge=0), Unit("threads")] = 0
+    threads: Annotated[int, Field(ge=0, le=4096), Unit("threads")] = 0
     """CPU threads of the trainer; 0 leaves torch's default."""
 
 

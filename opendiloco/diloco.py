@@ -111,8 +111,9 @@ class DiLoCo(LoopOptimizer):
             self.workers = 0
             while not self.workers:  # what is there may come into sight late
                 self.recovery = self._catch_up()
-                with self.phase.paused():
-                    self.workers = self._wait(swarm.wait_for_start())
+                self.workers = self._wait(swarm.wait_for_start())
+            if self.round == 0:  # it begins now, however long this worker has waited for the others
+                self.phase.begin()
         except BaseException:
             self.finish()
             raise

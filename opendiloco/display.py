@@ -15,11 +15,14 @@ from opendiloco.metrics import EvalEvent, RoundEvent
 
 def round_line(event: RoundEvent, *, live: int, reason: str, has_vote: bool = True) -> str:
     """The log line of one attempt at a round; `has_vote`: whether this worker's own work is in it."""
+    behind = event.verdict == "resync"  # and does not know who takes part
     without = "" if has_vote or event.verdict != "commit" else " (without this one)"
     wire_bytes = event.sent_bytes + event.received_bytes
     rate = f", {wire_bytes * 8e-6 / event.allreduce_s:.0f} Mbit/s" if event.allreduce_s > 0 else ""
     return (
-        f"round {event.round} | {len(event.participants)} of {live} workers{without} | loss {event.loss:.3f} | "
+        f"round {event.round} | "
+        + ("" if behind else f"{len(event.participants)} of {live} workers{without} | ")
+        + f"loss {event.loss:.3f} | "
         f"inner {event.inner_s:.1f} s, wait {event.wait_s:.1f} s, "
         f"all-reduce {event.allreduce_s:.1f} s ({wire_bytes / 1e6:.1f} MB {event.codec}{rate}) | "
         f"{event.verdict} {event.lineage[:6]}"

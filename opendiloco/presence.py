@@ -296,8 +296,12 @@ class Presence:
         """Whom this worker's round waits for, in words."""
         present, wanted = len(self.outlook().candidates), self.contract.rounds.start_peers
         if not self.has_started and present < wanted:
-            return f"{present} of {wanted} workers are there (rounds.start_peers), {wanted - present} are still to come"
+            return f"{present} of {wanted} workers are there (rounds.start_peers), still to come: {wanted - present}"
         candidates, view, now = self.outlook().candidates, self._membership.view, time.time()
+        if not any(candidate.can_lead for candidate in candidates.values()):
+            return (
+                f"none of the {len(candidates)} workers can be reached (swarm.client_mode), and one must lead the round"
+            )
         records = {peer: view[peer] for peer in sorted(candidates) if peer in view}
         missing = [
             f"{peer} ({record.steps} inner steps done, expected in {max(0.0, record.expected_finish - now):.0f} s)"

@@ -35,8 +35,9 @@ class RoundReport:
 def log_round(report: RoundReport) -> None:
     """A line in the log: at level INFO after a commit, else a warning."""
     outcome = report.outcome
+    workers = "" if outcome.verdict == "resync" else f" | {len(outcome.weights)} of {outcome.live} workers"
     line = (
-        f"round {report.round} | {len(outcome.weights)} of {outcome.live} workers | inner {report.inner_s:.1f} s, "
+        f"round {report.round}{workers} | inner {report.inner_s:.1f} s, "
         f"wait {outcome.wait_s:.1f} s, all-reduce {outcome.allreduce_s:.1f} s | {outcome.verdict} {report.lineage[:6]}"
     )
     committed = outcome.verdict == "commit"

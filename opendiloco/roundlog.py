@@ -148,7 +148,7 @@ class RoundLog:
 
     def rounds(self) -> list[int]:
         """Rounds that are there, oldest first."""
-        names = (_NAME.fullmatch(path.name) for path in self._folder.glob("round-*.bin"))
+        names = (_NAME.fullmatch(path.name) for path in self._folder.glob("round-*.bin") if path.is_file())
         return sorted(int(name[1]) for name in names if name is not None)
 
     def read(self, round: int) -> tuple[bytes, bytes] | None:

@@ -10,8 +10,9 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from opendiloco.errors import SettingsError
 
@@ -40,6 +41,16 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_whole_text(cls, value: object) -> object:
+        """A NUL ends a path or argument for the system, in the middle of what the user meant."""
+        if any(
+            "\0" in text for text in (value if isinstance(value, list | tuple) else [value]) if isinstance(text, str)
+        ):
+            raise PydanticCustomError("nul", "holds a NUL")
+        return value
 
     def __init__(self, **values: Any) -> None:
         """Settings that a script makes, such as SwarmConfig(peers=[...]); SettingsError where they are wrong."""

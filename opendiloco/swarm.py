@@ -56,8 +56,13 @@ class Swarm:
             leaving: whether the user wants to leave; waits of this object then raise `Leave`.
 
         Raises:
-            SettingsError: a key file that cannot be used.
+            SettingsError: a key file that cannot be used; client mode and nobody to connect to.
         """
+        if config.client_mode and not config.peers:
+            raise SettingsError(
+                "swarm.client_mode is true and swarm.peers is empty: nobody can reach this peer, so it must be told whom "
+                "to reach with --peers ADDRESS"
+            )
         self._leaving, self._is_silent = leaving, False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +95,7 @@ class Swarm:
         SIGINT or SIGTERM asks to leave in order. Before the training loop has begun they end the process (exit code
         0).
         """
+        forget_addresses(folder / "addresses")
         try:
             with LeaveRequest() as leaving, cls(config, folder, leaving=leaving) as swarm:
                 swarm.open()
@@ -291,6 +297,13 @@ def _identity(config: SwarmConfig, folder: Path | None) -> Identity:
     if config.identity:
         return Identity.load_or_create(Path(config.identity))
     return Identity.load_or_create(folder / "identity.key") if folder is not None else Identity.temporary()
+
+
+def forget_addresses(path: Path | None) -> None:
+    """Remove the file of an earlier start: others wait for the new one."""
+    if path is not None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
 
 
 def write_addresses(path: Path | None, addresses: list[str]) -> None:

@@ -15,7 +15,7 @@ from opendiloco.metrics import MetricsLog
 from opendiloco.mixture import check_sources
 from opendiloco.precheck import check_replica
 from opendiloco.settings import Settings, write_toml
-from opendiloco.swarm import Swarm, write_addresses
+from opendiloco.swarm import Swarm, forget_addresses, write_addresses
 from opendiloco.trackers import check_sinks, open_sinks
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def run_worker(
         return assist(ranks)
     check_sinks(settings.peer.log.sinks)
     check_folder(out)
+    forget_addresses(address_file)
     if settings.has_run_file or not settings.peer.swarm.peers:
         check_sources(settings.contract.data)
         check_replica(settings.contract, settings.peer.compute)
@@ -57,7 +58,9 @@ def run_worker(
         write_toml(out / "peer.toml", settings.peer)
         write_addresses(address_file, swarm.addresses)
         checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
-        if checkpoint is None and has_brought_contract:
+        if checkpoint is not None:
+            logger.info("resumes from the checkpoint of round %d", checkpoint.position.round)
+        elif has_brought_contract:
             warn_of_earlier_life(out, resume)
         writer = CheckpointWriter(out / "checkpoints", keep=settings.peer.checkpoint.keep)
         with (
