@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.launcher import leave_with_launcher
 from opendiloco.options import (
     AddressFile,
     AnnounceMaddrs,
@@ -124,6 +125,7 @@ def train(
     folder = out or Path("runs") / settings.contract.run.id
     state.log_file = folder / "log.txt"
     with _leave_on_request():
+        leave_with_launcher()
         from opendiloco.trainer import run_worker
 
         return run_worker(settings, folder, run_id=run_id, resume=resume, address_file=address_file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,18 +45,21 @@ class InnerSteps:
         compute: ComputeConfig,
         *,
         trained: nn.Module | None = None,
+        together: Callable[[Callable[[], tuple[float, float]]], tuple[float, float]] = lambda gradient: gradient(),
         end_id: int | None = None,
     ) -> None:
         """Prepare `model`, which is on its device.
 
         Args:
             trained: `model` in DistributedDataParallel: all processes of the worker then do the same steps.
+            together: calls what needs all of them.
             end_id: last token of each document, where documents are to be kept apart.
         Raises:
             SettingsError: compute.checkpoint_activations, and the model cannot do it.
         """
         self._config, self._compute = config, compute
         self._trained, self._end_id = trained if trained is not None else model, end_id
+        self._together = together
         self._parameters = [p for p in model.parameters() if p.requires_grad]  # finding them takes time in each step
         self._device = self._parameters[0].device
         if compute.checkpoint_activations:
@@ -121,6 +124,9 @@ class InnerSteps:
 
     def _gradient(self, tokens: Tensor) -> tuple[float, float]:
         """Put the clipped gradient of the batch's mean loss into .grad; that loss, and the norm before clipping."""
+        return self._together(lambda: self._own_gradient(tokens))
+
+    def _own_gradient(self, tokens: Tensor) -> tuple[float, float]:
         try:
             loss = self._accumulate(tokens)
         except Exception as error:

@@ -6,14 +6,20 @@ inner optimizer, because the gradient that each applies is that of the whole bat
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -21,12 +27,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opendiloco.config import ComputeConfig, Contract
 from opendiloco.errors import SettingsError, SwarmError
-from opendiloco.leave import Leave
+from opendiloco.leave import Leave, wait_for
 
 JOIN_LIMIT = timedelta(minutes=5)
 """For all processes to come up, and for one that is stuck in a step."""
 ORDER_LIMIT = timedelta(days=365)
 """Between two orders: a round may wait for the swarm as long as it takes."""
+ANSWER_S = 4.0
+"""For what all processes are doing when the worker is asked to leave."""
+END_S = 1.0
+"""For a process to end when the first one does not wait for it any longer; then it is killed."""
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,11 @@ class Ranks:
     def __init__(self, index: int = 0, size: int = 1, local_index: int = 0) -> None:
         self.index, self.size, self._local_index = index, size, local_index
         self._control: Any = None
+        self._leaving: Callable[[], bool] = lambda: False
+        self._others: dict[int, int] = {}
+        """pidfds of the other processes on this machine, which only the first one has."""
+        self._thread = ThreadPoolExecutor(1, "ranks")
+        """Where the first process waits for the others: signals must find its main thread awake."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -89,30 +108,42 @@ class Ranks:
         """Whether this process is the worker."""
         return self.index == 0
 
-    def open(self) -> None:
+    def open(self, leaving: Callable[[], bool] = lambda: False) -> None:
         """Wait for all processes.
+
+        Args:
+            leaving: whether the user wants to leave, from now on.
 
         Raises:
             SwarmError: one of them does not come.
         """
-        if self.size == 1 or self._control is not None:
-            return
-        with self.together():
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            distributed.init_process_group(backend, timeout=JOIN_LIMIT)
-            self._control = distributed.new_group(backend="gloo", timeout=ORDER_LIMIT)
+        self._leaving = leaving
+        if self.size > 1 and self._control is None:
+            self._control = self.together(self._meet)
+
+    def _meet(self) -> Any:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, timeout=JOIN_LIMIT)
+        control = distributed.new_group(backend="gloo", timeout=ORDER_LIMIT)
+        here = socket.gethostname()
+        places: list[Any] = [None] * self.size
+        distributed.all_gather_object(places, (here, os.getpid()), group=control)
+        if self.is_first:
+            with contextlib.suppress(ProcessLookupError):  # the next order says that it has ended
+                for index, (host, pid) in enumerate(places[1:], start=1):
+                    if host == here:
+                        self._others[index] = os.pidfd_open(pid)
+        return control
 
     def give(self, order: Order) -> None:
         """Have the other processes do something; they do so at once, and wait for the next order then."""
         if self._control is not None:
-            with self.together():
-                distributed.broadcast_object_list([order], src=0, group=self._control)
+            self.together(lambda: distributed.broadcast_object_list([order], src=0, group=self._control))
 
     def take(self) -> Order:
         """The first process's next order."""
         received: list[Any] = [None]
-        with self.together():
-            distributed.broadcast_object_list(received, src=0, group=self._control)
+        self.together(lambda: distributed.broadcast_object_list(received, src=0, group=self._control))
         order: Order = received[0]
         return order
 
@@ -129,28 +160,34 @@ class Ranks:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module to train with: its gradients are those of the whole batch."""
-        return DistributedDataParallel(model) if self.size > 1 else model
+        return self.together(lambda: DistributedDataParallel(model)) if self.size > 1 else model
 
     def hand_out(self, parameters: Sequence[Tensor]) -> None:
         """Give all processes the first one's parameters; all call this."""
-        if self.size > 1:
-            with self.together(), torch.no_grad():
+
+        def broadcast() -> None:
+            with torch.no_grad():
                 for parameter in parameters:
                     distributed.broadcast(parameter, src=0)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What is done here needs all processes.
+        if self.size > 1:
+            self.together(broadcast)
+
+    def together(self, function: Callable[[], T]) -> T:
+        """What `function`, which needs all processes, returns.
 
         Raises:
+            Leave: the user wants to leave, and a process does not answer: there are no others from then on.
             SwarmError: one of them has ended.
         """
+        if self.size == 1:
+            return function()
         try:
-            yield
+            return self._await(self._thread.submit(function)) if self.is_first else function()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if self.size == 1 or isinstance(error, NotImplementedError):
+            if isinstance(error, NotImplementedError):
                 raise
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             reason = re.sub(r"^\[\S+\] ", "", first_line).partition(". ")[0][:200]  # without gloo's own file
@@ -159,15 +196,54 @@ class Ranks:
                 "this worker again"
             ) from error
 
+    def _await(self, future: Future[T]) -> T:
+        give_up: float | None = None
+
+        def is_hopeless() -> bool:
+            nonlocal give_up
+            if give_up is None and self._leaving():
+                give_up = time.monotonic() + ANSWER_S
+            return give_up is not None and time.monotonic() > give_up
+
+        try:
+            return wait_for(future, is_hopeless)
+        except Leave:
+            self._control = None
+            logger.warning(
+                "this worker's other %d processes do not answer within %g s: leaving without", self.size - 1, ANSWER_S
+            )
+            raise
+
+    def _end_others(self) -> None:
+        """End those that were left without an order to end, and kill those that do not even do that."""
+        for other in self._others.values():
+            _send(other, signal.SIGUSR1)
+        give_up, silent = time.monotonic() + END_S, []
+        for index, other in self._others.items():
+            if not select.select([other], [], [], max(0.0, give_up - time.monotonic()))[0]:
+                silent.append(str(index))
+                _send(other, signal.SIGKILL)
+        if silent:
+            logger.warning("killed process %s of this worker, which did not answer", ", ".join(silent))
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._control is None or not (kind is None or issubclass(kind, Leave)):
+        if not (kind is None or issubclass(kind, Leave)):
             return  # in the middle of something: the others notice that this process ends
         if self.is_first:
-            self.give(End())
-        distributed.destroy_process_group()
+            with contextlib.suppress(SwarmError, Leave):  # of those that have ended already
+                self.give(End())
+        if self._control is not None:
+            distributed.destroy_process_group()
+        else:
+            self._end_others()
+
+
+def _send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, number)
 
 
 def check_batch(contract: Contract, ranks: Ranks) -> None:

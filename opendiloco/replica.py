@@ -54,7 +54,9 @@ def build_replica(
     if end_id is not None:
         check_separation(model, end_id, name=contract.model.name)
     inner = make_inner_optimizer(model, contract.inner)
-    steps = InnerSteps(model, contract.inner, compute, trained=ranks.wrap(model), end_id=end_id)
+    steps = InnerSteps(
+        model, contract.inner, compute, trained=ranks.wrap(model), together=ranks.together, end_id=end_id
+    )
     if compute.compile:  # takes minutes, for which nobody shall wait in a round
         run(lambda: steps.compile(seq_len), leaving, name="compiling")
     return Replica(model, inner, steps)
@@ -84,8 +86,7 @@ def _follow_orders(ranks: Ranks) -> None:
     while True:
         match ranks.take():
             case Step(tokens=tokens, lr=lr):
-                with ranks.together():
-                    replica.steps.step(replica.inner, tokens, lr=lr)
+                replica.steps.step(replica.inner, tokens, lr=lr)
             case TakeParameters():
                 ranks.hand_out(parameters)
             case TakeOptimizer(state=state):

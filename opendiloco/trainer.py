@@ -29,7 +29,7 @@ def run_worker(
     Raises:
         OpendilocoError: one line for the user, with the exit code.
     """
-    from opendiloco.ranks import Ranks
+    from opendiloco.ranks import Ranks, check_batch
 
     ranks = Ranks.from_environment()
     if not ranks.is_first:
@@ -40,11 +40,13 @@ def run_worker(
     check_folder(out)
     forget_addresses(address_file)
     if settings.has_run_file or not settings.peer.swarm.peers:
+        check_batch(settings.contract, ranks)
         check_sources(settings.contract.data)
         check_replica(settings.contract, settings.peer.compute)
     with (
         contextlib.suppress(Leave),  # before the first inner step
         setup_logging(out / "log.txt", console=True),
+        ranks,  # ends last: torchrun takes the end of any process for a reason to end this one
         LeaveRequest() as leaving,
         Swarm(settings.peer.swarm, out, leaving=leaving) as swarm,
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
@@ -67,7 +69,6 @@ def run_worker(
             Display(settings.contract) as display,
             contextlib.closing(writer),
             open_sinks(settings, out, swarm.peer_id) as sinks,
-            ranks,
         ):
             metrics.forward(sinks.take)
             worker = Worker(

@@ -72,7 +72,7 @@ class Worker:
         self._swarm, self._logger, self._ranks = swarm, NamedLogger(logger, name), ranks or Ranks()
         contract = self.contract
         check_batch(contract, self._ranks)
-        self._ranks.open()  # before what may take long: the others wait for orders as long as it takes
+        self._ranks.open(leaving)  # before what may take long: the others wait for orders as long as it takes
         self.tokenizer = load_tokenizer(contract.data.tokenizer)
         seed, batch_size = contract.run.seed, contract.inner.batch_size
         self._stream, validation = open_text(
@@ -165,8 +165,7 @@ class Worker:
         tokens = next(self._stream)
         optimizer.count_tokens(tokens.numel())
         self._ranks.give(Step(tokens, lr))
-        with self._ranks.together():
-            result = self._replica.steps.step(optimizer, tokens, lr=lr)
+        result = self._replica.steps.step(optimizer, tokens, lr=lr)
         if not result.finite:
             self._go_back(result, step)
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,15 +23,15 @@ ROUNDS = 2
 
 
 class RankedCommand(Command):
-    """`opendiloco train` under torchrun, as two processes."""
+    """`opendiloco train` under torchrun, as two processes or more."""
 
-    def __init__(self, folder: Path, contract: Contract) -> None:
-        folder.mkdir()
+    def __init__(self, folder: Path, contract: Contract, *more: str, processes: int = 2) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         write_toml(folder / "contract.toml", contract)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         train = ["-m", "--", "opendiloco", "train", "--run", str(folder / "contract.toml"), "--out", str(folder)]
-        sets = ["--set", "log.every_steps=1", "--set", "compute.micro_batch_size=1"]
+        sets = ["--set", "log.every_steps=1", "--set", "compute.micro_batch_size=1", *more]
         with (folder / "stderr.txt").open("wb") as errors:
             self.popen = subprocess.Popen(
                 [sys.executable, *torchrun, *train, *sets],
@@ -41,22 +43,112 @@ class RankedCommand(Command):
             )
 
     def rank(self, index: int) -> psutil.Process:
-        """One of its two processes."""
+        """One of its processes."""
         (found,) = (p for p in psutil.Process(self.popen.pid).children() if p.environ().get("RANK") == str(index))
         return found
 
+    def close(self) -> None:
+        """Kill what still runs."""
+        for process in [psutil.Process(self.popen.pid), *self.below()] if self.popen.poll() is None else []:
+            process.kill()
+        self.popen.wait()
 
-def test_two_processes_train_like_one_and_end_together_when_one_is_killed(
-    make_contract: SmallContract, tmp_path: Path, wait_until: WaitUntil
-) -> None:
+
+@pytest.fixture
+def contract(make_contract: SmallContract) -> Contract:
     small = make_contract()
-    contract = small.model_copy(
+    return small.model_copy(
         update={
             "run": RunConfig(id="ranks", rounds=1000),
             "outer": OuterConfig(codec="none"),
             "inner": small.inner.model_copy(update={"batch_size": 4}),
         }
     )
+
+
+def _await_rounds(command: RankedCommand, wait_until: WaitUntil, rounds: int = ROUNDS) -> list[psutil.Process]:
+    """All its processes, once it has committed more than so many rounds."""
+    wait_until(lambda: len(command.events("round")) > rounds or command.popen.poll() is not None, "it commits rounds")
+    assert command.popen.poll() is None, command.errors
+    return [psutil.Process(command.popen.pid), *command.below()]
+
+
+def _assert_gone(command: RankedCommand, processes: list[psutil.Process], limit_s: float) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=limit_s)
+    assert not alive, command.errors
+
+
+def test_every_process_leaves_when_torchrun_is_killed(
+    contract: Contract, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract)) as command:
+        processes = _await_rounds(command, wait_until)
+        command.popen.kill()
+        _assert_gone(command, processes, LIMIT_S)
+    assert "torchrun has ended: process 0 of this worker leaves" in command.errors
+    assert "torchrun has ended: process 1 of this worker leaves" in command.errors
+    assert [event["reason"] for event in command.events("leave")] == ["asked to leave"]
+
+
+@pytest.mark.parametrize("asked", ["worker", "torchrun"])
+def test_a_worker_leaves_within_10_s_while_one_of_its_processes_is_frozen(
+    contract: Contract, tmp_path: Path, wait_until: WaitUntil, asked: str
+) -> None:
+    divided = contract.model_copy(update={"inner": contract.inner.model_copy(update={"batch_size": 3})})
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", divided, processes=3)) as command:
+        processes = _await_rounds(command, wait_until)
+        command.rank(1).suspend()
+        (command.rank(0) if asked == "worker" else command.popen).send_signal(signal.SIGTERM)
+        _assert_gone(command, processes[1:], 10)
+        command.wait()
+    assert "this worker's other 2 processes do not answer within" in command.errors
+    assert "killed process 1 of this worker, which did not answer" in command.errors
+    assert "killed process 2" not in command.errors
+    assert [event["reason"] for event in command.events("leave")] == ["asked to leave"]
+
+
+def test_a_worker_left_by_torchrun_in_order_goes_on_from_its_checkpoint_as_one_process_would(
+    contract: Contract, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract)) as command:
+        processes = _await_rounds(command, wait_until)
+        command.popen.terminate()
+        _assert_gone(command, processes[1:], 10)
+        assert command.wait() == 1  # torchrun's own
+    assert [event["reason"] for event in command.events("leave")] == ["asked to leave"]
+    left = len(command.events("round"))
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, "--resume", "latest")) as resumed:
+        _await_rounds(resumed, wait_until, left + 1)
+    assert [event["source"] for event in resumed.events("join")] == ["fresh", "checkpoint"]
+
+    simulate(
+        contract.model_copy(update={"run": RunConfig(id="ranks", rounds=left + 1)}),
+        ComputeConfig(threads=1),
+        ["alone"],
+        tmp_path / "alone",
+    )
+    alone = [e for e in read_metrics(tmp_path / "alone" / "alone" / "metrics.jsonl") if e["event"] == "inner_step"]
+    by_step = {event["global_inner_step"]: event for event in resumed.events("inner_step")}
+    for event in alone:
+        assert by_step[event["global_inner_step"]]["loss"] == pytest.approx(event["loss"], rel=1e-3)
+        assert by_step[event["global_inner_step"]]["tokens_seen"] == event["tokens_seen"]
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_the_network(contract: Contract, tmp_path: Path) -> None:
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, processes=3)) as command:
+        assert command.wait() == 1
+    lines = [line for line in command.errors.splitlines() if line.startswith("opendiloco: ")]
+    assert lines == [
+        "opendiloco: inner.batch_size is 4 and this worker has 3 processes: start a number of them that divides it "
+        "(torchrun --nproc_per_node)"
+    ]
+    assert "exitcode  : 64 " in command.errors
+    assert not (tmp_path / "ranked" / "log.txt").exists()
+
+
+def test_two_processes_train_like_one_and_end_together_when_one_is_killed(
+    contract: Contract, tmp_path: Path, wait_until: WaitUntil
+) -> None:
     command = RankedCommand(tmp_path / "ranked", contract)
     try:
         wait_until(

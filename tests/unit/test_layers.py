@@ -9,8 +9,8 @@ import opendiloco
 
 LAYERS = """
 errors section config settings options flat codec ledger rounds evaluation facts card leases
-logs metrics scalars sinks trackers shared guard background leave identity outer phase moments roundlog checkpoint
-hub text tokenizer sequences mixture prefetch reader tokens
+logs metrics scalars sinks trackers shared guard background leave launcher identity outer phase moments roundlog
+checkpoint hub text tokenizer sequences mixture prefetch reader tokens
 presets pretrained trained model generation separation loss compute lossscale optimizers inner precheck
 evaluate harness export ranks replica averager contribution
 membership tally agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
@@ -34,6 +34,7 @@ NEEDS_NO_TORCH = {
     "scalars",
     "sinks",
     "guard",
+    "launcher",
     "identity",
     "cli",
 }
