@@ -92,6 +92,7 @@ class Ranks:
         self._leaving: Callable[[], bool] = lambda: False
         self._others: dict[int, int] = {}
         """pidfds of the other processes on this machine, which only the first one has."""
+        self._others_answer = True
         self._thread = ThreadPoolExecutor(1, "ranks")
         """Where the first process waits for the others: signals must find its main thread awake."""
 
@@ -208,7 +209,7 @@ class Ranks:
         try:
             return wait_for(future, is_hopeless)
         except Leave:
-            self._control = None
+            self._control, self._others_answer = None, False
             logger.warning(
                 "this worker's other %d processes do not answer within %g s: leaving without", self.size - 1, ANSWER_S
             )
@@ -230,8 +231,13 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if not (kind is None or issubclass(kind, Leave)):
-            return  # in the middle of something: the others notice that this process ends
+        try:
+            if kind is None or issubclass(kind, Leave):
+                self._end()  # else in the middle of something: the others notice that this process ends
+        finally:
+            self._thread.shutdown(wait=self._others_answer)
+
+    def _end(self) -> None:
         if self.is_first:
             with contextlib.suppress(SwarmError, Leave):  # of those that have ended already
                 self.give(End())

@@ -45,8 +45,8 @@ def test_every_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_lost_process_is_named_without_the_librarys_own_lines() -> None:
     lost = "[/a/b/gloo/pair.cc:5] Connection closed by peer [127.0.0.1]:1. This is typically caused by\nmore"
-    with pytest.raises(SwarmError) as caught:
-        Ranks(0, 2).together(partial(_fail, RuntimeError(lost)))
+    with pytest.raises(SwarmError) as caught, Ranks(0, 2) as ranks:
+        ranks.together(partial(_fail, RuntimeError(lost)))
     assert re.fullmatch(
         r"another of this worker's 2 processes has ended \(Connection closed by peer \[127.0.0.1\]:1\): see .*",
         str(caught.value),
@@ -55,8 +55,8 @@ def test_a_lost_process_is_named_without_the_librarys_own_lines() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), SettingsError("no"), KeyError("no")])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)):
-        Ranks(0, 2).together(partial(_fail, error))
+    with pytest.raises(type(error)), Ranks(0, 2) as ranks:
+        ranks.together(partial(_fail, error))
 
 
 def _fail(error: Exception) -> None:
