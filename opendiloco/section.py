@@ -42,13 +42,11 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    @field_validator("*", mode="before")
+    @field_validator("*")
     @classmethod
     def _is_whole_text(cls, value: object) -> object:
         """A NUL ends a path or argument for the system, in the middle of what the user meant."""
-        if any(
-            "\0" in text for text in (value if isinstance(value, list | tuple) else [value]) if isinstance(text, str)
-        ):
+        if any("\0" in text for text in (value if isinstance(value, tuple) else [value]) if isinstance(text, str)):
             raise PydanticCustomError("nul", "holds a NUL")
         return value
 

@@ -60,8 +60,8 @@ class Swarm:
         """
         if config.client_mode and not config.peers:
             raise SettingsError(
-                "swarm.client_mode is true and swarm.peers is empty: nobody can reach this peer, so it must be told whom "
-                "to reach with --peers ADDRESS"
+                "swarm.client_mode is true and swarm.peers is empty: nobody can reach this peer, so it must be told "
+                "whom to reach, with --peers ADDRESS"
             )
         self._leaving, self._is_silent = leaving, False
         if folder is not None:

@@ -102,10 +102,20 @@ def test_taken_port(fail: Fail) -> None:
     assert "choose another port" in line
 
 
-def test_bootstrap_peer_that_is_dead(fail: Fail) -> None:
-    address = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
-    line = fail(NO_SWARM, peers=[address], sets=["swarm.startup_timeout_s=5.0"])
+def test_bootstrap_peer_that_is_dead(fail: Fail, tmp_path: Path) -> None:
+    """And the addresses of an earlier start are gone: nobody shall join through them."""
+    address, file = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}", tmp_path / "own.addr"
+    file.write_text("of an earlier start")
+    options = ("--address-file", str(file))
+    line = fail(NO_SWARM, *options, peers=[address], sets=["swarm.startup_timeout_s=5.0"])
     assert f"swarm.peers {address}: none answered: check" in line
+    assert not file.exists()
+
+
+def test_client_mode_and_nobody_to_reach(fail: Fail) -> None:
+    line = fail(WRONG_SETTINGS, sets=["swarm.client_mode=true"])
+    assert "swarm.client_mode is true and swarm.peers is empty" in line
+    assert "--peers ADDRESS" in line
 
 
 def test_bootstrap_peer_that_never_says_a_word(fail: Fail) -> None:

@@ -236,6 +236,22 @@ def test_peer_of_an_older_round_never_averages(network: Network) -> None:
     assert ahead.average().result(30).weights == {ahead.peer_id: 1.0}
 
 
+def test_client_mode_peers_by_themselves_are_told_why_their_round_waits(
+    network: Network, wait_until: WaitUntil
+) -> None:
+    bootstrap = network.peer().open()
+    clients = [network.peer(bootstrap.addresses, client_mode=True).open() for _ in range(2)]
+    network.enter(clients, network.contract(2))
+    rounds = [client.average() for client in clients]
+    wait_until(
+        lambda: all("none of the 2 workers can be reached" in client.awaited() for client in clients), "they know why"
+    )
+    reachable = network.peer(bootstrap.addresses).open()
+    network.enter([reachable], network.contract(2))
+    rounds.append(reachable.average())
+    assert all(outcome.verdict == "commit" for outcome in (future.result(30) for future in rounds))
+
+
 def test_client_mode_peer_takes_part_and_reduces_nothing(network: Network) -> None:
     size = 300_000
     contract = network.contract(3, codec="none")

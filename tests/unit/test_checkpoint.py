@@ -183,7 +183,11 @@ def leave_out_a_value(path: Path) -> None:
     path.write_text(json.dumps({**meta, "data": None}))
 
 
-@pytest.mark.parametrize("damage", [cut, flip_a_bit, leave_out_a_value])
+def nest_deeply(path: Path) -> None:
+    path.write_text("[" * 200_000)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, leave_out_a_value, nest_deeply])
 @pytest.mark.parametrize("file", ["outer.safetensors", "inner.pt", "meta.json"])
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]

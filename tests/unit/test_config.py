@@ -122,6 +122,16 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
         ("outer.momentum=1", "outer.momentum is 1 in --set: must be a number, at least 0, below 1"),
         ("rounds.deadline=0", "rounds.deadline is 0 in --set: must be a number of seconds, above 0, or adaptive"),
         ("inner.betas=[1]", "inner.betas is [1] in --set: must be a list of 2, each a number, at least 0, below 1"),
+        (
+            "compute.threads=99999999999",
+            "compute.threads is 99999999999 in --set: must be a whole number of threads, at least 0, at most 4096",
+        ),
+        ('swarm.identity="a\\u0000b"', 'swarm.identity is "a\\u0000b" in --set: must be a text'),
+        (
+            'data.source=["stdlib", "a\\u0000b"]',
+            'data.source is ["stdlib", "a\\u0000b"] in --set: must be a text, or a list ["A", "B", ...] of at most 16, '
+            "each a text",
+        ),
         ("compute.device=gpu", 'compute.device is "gpu" in --set: must be auto, cpu, cuda or cuda:N'),
         (
             "swarm.peers=[a]",

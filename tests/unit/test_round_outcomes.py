@@ -44,6 +44,28 @@ def test_a_retry_sends_the_same_pseudo_gradient_and_loses_nothing() -> None:
     assert reports[2].outer_gradient_norm == pytest.approx(norm)
 
 
+def test_the_first_phase_begins_with_the_run_however_long_the_first_worker_waits() -> None:
+    """In a phase of a fixed length it would have nothing left of it."""
+
+    class Late(Swarm):
+        began = math.inf
+
+        def wait_for_start(self) -> Future[int]:
+            future = Future[int]()
+
+            def start() -> None:
+                self.began = time.monotonic()
+                future.set_result(2)
+
+            threading.Timer(0.2, start).start()
+            return future
+
+    swarm = Late()
+    with diloco(linear(), contract_of(), swarm) as optimizer:
+        assert optimizer.phase._started >= swarm.began
+        assert optimizer.phase._begun >= swarm.began
+
+
 def test_too_many_retries_end_with_the_reason_and_the_cure_and_change_nothing() -> None:
     model, swarm = linear(), Swarm(*[retry()] * 4)
     with diloco(model, contract_of(max_retries=3), swarm) as optimizer:

@@ -151,12 +151,14 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     log = RoundLog(tmp_path, keep=1)
     for name in ("round-abc.bin", "round-1.bin.bak", "notes.txt"):
         (tmp_path / name).write_text("mine")
+    (tmp_path / "round-00000009.bin").mkdir()
     for round in (1, 2):
         log.append(*make(round))
     assert log.rounds() == [2]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "notes.txt",
         "round-00000002.bin",
+        "round-00000009.bin",
         "round-1.bin.bak",
         "round-abc.bin",
     ]

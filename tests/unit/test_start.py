@@ -107,7 +107,7 @@ def test_processes_of_a_worker_meet_before_its_text_is_opened(tmp_path: Path) ->
     opened = []
 
     class Meeting(Ranks):
-        def open(self) -> None:
+        def open(self, leaving: object = None) -> None:
             opened.append(self.index)
 
     contract = Contract(data=DataConfig(source=f"text:{tmp_path / 'nowhere'}"))
