@@ -171,7 +171,7 @@ class Ranks:
                 for parameter in parameters:
                     distributed.broadcast(parameter, src=0)
 
-        if self.size > 1:
+        if self._control is not None:
             self.together(broadcast)
 
     def together(self, function: Callable[[], T]) -> T:
@@ -217,6 +217,8 @@ class Ranks:
 
     def _end_others(self) -> None:
         """End those that were left without an order to end, and kill those that do not even do that."""
+        for number in (signal.SIGINT, signal.SIGTERM) if self._others else ():
+            signal.signal(number, signal.SIG_IGN)  # torchrun asks this process to end as soon as another one has
         for other in self._others.values():
             _send(other, signal.SIGUSR1)
         give_up, silent = time.monotonic() + END_S, []

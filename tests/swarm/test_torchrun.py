@@ -20,6 +20,7 @@ from opendiloco.settings import write_toml
 from opendiloco.simulate import simulate
 
 ROUNDS = 2
+EVERY = ("--set", "checkpoint.every_rounds=1")
 
 
 class RankedCommand(Command):
@@ -110,14 +111,14 @@ def test_a_worker_leaves_within_10_s_while_one_of_its_processes_is_frozen(
 def test_a_worker_left_by_torchrun_in_order_goes_on_from_its_checkpoint_as_one_process_would(
     contract: Contract, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract)) as command:
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, *EVERY)) as command:
         processes = _await_rounds(command, wait_until)
         command.popen.terminate()
         _assert_gone(command, processes[1:], 10)
         assert command.wait() == 1  # torchrun's own
     assert [event["reason"] for event in command.events("leave")] == ["asked to leave"]
     left = len(command.events("round"))
-    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, "--resume", "latest")) as resumed:
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, *EVERY, "--resume", "latest")) as resumed:
         _await_rounds(resumed, wait_until, left + 1)
     assert [event["source"] for event in resumed.events("join")] == ["fresh", "checkpoint"]
 
