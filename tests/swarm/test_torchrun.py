@@ -49,9 +49,11 @@ class RankedCommand(Command):
         return found
 
     def close(self) -> None:
-        """Kill what still runs."""
-        for process in [psutil.Process(self.popen.pid), *self.below()] if self.popen.poll() is None else []:
-            process.kill()
+        """Kill torchrun, which ends what is below it."""
+        if self.popen.poll() is None:
+            below = self.below()
+            self.popen.kill()
+            psutil.wait_procs(below, timeout=LIMIT_S)
         self.popen.wait()
 
 
