@@ -172,8 +172,8 @@ class DiLoCo(LoopOptimizer):
         self.phase.tokens += tokens
 
     def write_outer_parameters(self) -> None:
-        """Put theta, the outer parameters of the last committed round, into the model."""
-        self._replace_parameters()
+        """Put theta, the outer parameters of the last committed round, into the model; `on_replace` is not called."""
+        self._contribution.restart()
 
     def finish(self) -> None:
         """Wait until the last round has been hashed."""
