@@ -8,6 +8,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 from opendiloco.config import Contract
 from opendiloco.metrics import EvalEvent, RoundEvent
@@ -49,36 +50,35 @@ class Display:
         self._validation = ""
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            expand=True,  # so that the facts give way where the terminal is narrow
             console=Console(file=sys.stderr),
             transient=True,
             disable=not sys.stderr.isatty(),
         )
         self._task = self._progress.add_task("starting", total=contract.inner.steps, facts="")
 
-    def inner_step(self, done: int, *, loss: float, tokens_per_s: float) -> None:
-        """After each inner step; `done` counts those of this round."""
+    def inner_step(self, round: int, done: int, *, loss: float, tokens_per_s: float) -> None:
+        """After each inner step; `done` counts those of this round, the one after `round` committed ones."""
         workers = f"{self._workers} workers | " if self._workers else ""
         facts = (
             f"{workers}loss {loss:.3f}{self._validation} | {tokens_per_s:,.0f} tokens/s | {self._bytes / 1e6:.1f} MB"
         )
-        self._progress.update(self._task, completed=done, facts=facts)
+        description = f"round {round + 1}/{self._contract.run.rounds}"
+        self._progress.update(self._task, description=description, completed=done, facts=facts)
 
     def round(self, event: RoundEvent, *, live: int) -> None:
         """After each attempt at a round."""
         self._workers = live
         self._bytes += event.sent_bytes + event.received_bytes
-        following = min(event.round + 1, self._contract.run.rounds)
-        self._progress.update(self._task, description=f"round {following}/{self._contract.run.rounds}")
 
     def evaluation(self, loss: float) -> None:
         """After each validation."""
         self._validation = f" | validation {loss:.3f}"
 
     def __enter__(self) -> Self:
-        self._progress.update(self._task, description=f"round 1/{self._contract.run.rounds}")
         self._progress.start()
         return self
 

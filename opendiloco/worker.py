@@ -198,7 +198,7 @@ class Worker:
         step_s = (time.monotonic() - self._phase_started) / len(self._losses)
         tokens_per_s = result.tokens / max(step_s, 1e-9)
         if self._display is not None:
-            self._display.inner_step(number, loss=result.loss, tokens_per_s=tokens_per_s)
+            self._display.inner_step(round, number, loss=result.loss, tokens_per_s=tokens_per_s)
         if number % self._log.every_steps == 0:
             self._metrics.write(
                 InnerStepEvent(
