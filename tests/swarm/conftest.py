@@ -23,7 +23,14 @@ __all__ = [
 ]
 
 
+LONG = (
+    "test_torchrun.py",
+    "test_examples.py",
+)  # first, so that no test process ends with one of them while others idle
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if item.path.parent == Path(__file__).parent:
             for warning in IGNORED_WARNINGS:

@@ -112,6 +112,17 @@ def test_bootstrap_peer_that_is_dead(fail: Fail, tmp_path: Path) -> None:
     assert not file.exists()
 
 
+def test_batch_that_the_processes_of_a_worker_cannot_share(
+    fail: Fail, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun; before anything else happens."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    line = fail(WRONG_SETTINGS, sets=["inner.batch_size=4"])
+    assert "inner.batch_size is 4 and this worker has 3 processes: start a number of them that divides it" in line
+    assert not (tmp_path / "out" / "log.txt").exists()
+
+
 def test_client_mode_and_nobody_to_reach(fail: Fail) -> None:
     line = fail(WRONG_SETTINGS, sets=["swarm.client_mode=true"])
     assert "swarm.client_mode is true and swarm.peers is empty" in line
