@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -9,7 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-STOP_LIMIT_S = 8.0  # Ctrl-C leaves nothing running after 10 s
+GUARD_LIMIT_S = 6.0
+STOP_LIMIT_S = 6.0  # Ctrl-C leaves nothing running after 10 s
 
 
 @dataclass
@@ -66,10 +70,11 @@ class Processes:
         return process
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to what is left; the workers' guards remove what is below them."""
-        for process in self._started:
-            if process.is_running:
-                process.popen.send_signal(signal.SIGTERM)
+        """SIGTERM, then SIGKILL to what is left; waits until the workers' guards have removed what is below them."""
+        running = [process.popen for process in self._started if process.is_running]
+        guards = [guard for popen in running for guard in _children(popen.pid)]
+        for popen in running:
+            popen.send_signal(signal.SIGTERM)
         give_up = time.monotonic() + STOP_LIMIT_S
         for process in self._started:
             try:
@@ -77,3 +82,17 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.popen.kill()
                 process.popen.wait()
+        give_up = time.monotonic() + GUARD_LIMIT_S
+        for guard in guards:
+            select.select([guard], [], [], max(0.0, give_up - time.monotonic()))
+            os.close(guard)
+
+
+def _children(pid: int) -> list[int]:
+    """pidfds of what the main thread of a process has started."""
+    descriptors = []
+    with contextlib.suppress(OSError):  # it has just ended
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                descriptors.append(os.pidfd_open(int(child)))
+    return descriptors

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from opendiloco.processes import Processes
+
 if TYPE_CHECKING:
     from support.waiting import WaitUntil
 
@@ -90,3 +92,16 @@ def test_demo_stops_when_asked_even_if_started_with_interrupts_ignored(start: St
     assert demo.popen.wait(STOP_LIMIT_S) == 0, demo.lines
     assert demo.lines[-1] == "stopped; everything it started has ended"
     assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_what_must_be_killed_is_gone_with_all_that_it_started_once_stopping_is_over(
+    tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    processes, addresses = Processes(tmp_path), tmp_path / "addresses"
+    bootstrap = processes.start("bootstrap", ["bootstrap", "--address-file", str(addresses)])
+    wait_until(addresses.exists, "it is there", limit_s=LIMIT_S)
+    below = psutil.Process(bootstrap.popen.pid).children(recursive=True)
+    assert len(below) >= 3  # guard, network process, daemon
+    bootstrap.popen.send_signal(signal.SIGSTOP)
+    processes.stop()
+    assert not [process for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
