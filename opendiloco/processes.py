@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-GUARD_LIMIT_S = 6.0
+GUARD_LIMIT_S = 4.0  # more than a guard gives what is below it
 STOP_LIMIT_S = 6.0  # Ctrl-C leaves nothing running after 10 s
 
 
