@@ -112,7 +112,7 @@ class DiLoCo(LoopOptimizer):
             while not self.workers:  # what is there may come into sight late
                 self.recovery = self._catch_up()
                 self.workers = self._wait(swarm.wait_for_start())
-            if self.round == 0:  # it begins now, however long this worker has waited for the others
+            if not self.recovery.is_mid_phase:  # it begins now, however long this worker has waited for the others
                 self.phase.begin()
         except BaseException:
             self.finish()
@@ -228,13 +228,23 @@ class DiLoCo(LoopOptimizer):
             raise
 
     def _catch_up(self, *, has_late_work: bool = False) -> Recovery:
-        """Go where the swarm is. Finished work that came too late goes on top of the new outer parameters."""
-        before, is_timely = self.round, self.phase.is_whole
+        """Go where the swarm is, also within its inner phase.
+
+        Finished work that came too late goes on top of the new outer parameters.
+        """
         self._hash.result()  # of the state that may be about to change
         recovery = self._wait(self._swarm.catch_up())
-        position = recovery.position
-        if position.lineage == self.outer.lineage:
-            return recovery
+        if recovery.position.lineage != self.outer.lineage:
+            self._follow(recovery, has_late_work=has_late_work)
+        elif has_late_work:
+            return recovery  # whoever was ahead has gone
+        self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s)
+        self._swarm.begin_phase(following=not self.phase.has_vote)
+        return recovery
+
+    def _follow(self, recovery: Recovery, *, has_late_work: bool) -> None:
+        """Take over the outer state that was recovered."""
+        before, is_timely, position = self.round, self.phase.is_whole, recovery.position
         if recovery.given_up:
             logger.warning(given_up_line(recovery, self.position))
         self._move_to(position)
@@ -242,10 +252,6 @@ class DiLoCo(LoopOptimizer):
         missed, is_new = position.round - before, is_timely and not recovery.has_own_work
         is_fresh = is_new and missed <= self._contract.rounds.max_staleness
         self._replace_parameters(keep_work=has_late_work and is_fresh, moments=recovery.full_state)
-        is_whole = recovery.inner_step == 0 and recovery.phase_s == 0
-        self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s, is_whole=is_whole)
-        self._swarm.begin_phase(following=not is_whole and self._contract.outer.weighting == "uniform")
-        return recovery
 
     def _commit(self, attempt: RoundReport) -> None:
         """The outer step, on bytes that are the same at every participant."""

@@ -163,10 +163,10 @@ class PeerProcess:
         recovery = await self._recoverer.catch_up(before, self._participation.committed_by)
         self._donor.settle(recovery.position)
         self._leases.settle(recovery.position.ledger)
-        if recovery.position.lineage == before.lineage:
-            return recovery
-        self._presence.move_to(recovery.position, following=True)  # nobody waits before its trainer is ready
-        return replace(recovery, inner_step=self._presence.inner_step(), phase_s=self._presence.phase_s())
+        if recovery.position.lineage != before.lineage:
+            self._presence.move_to(recovery.position, following=True)  # nobody waits before its trainer is ready
+        inner_step, phase_s = self._presence.phase()
+        return replace(recovery, inner_step=inner_step, phase_s=phase_s)
 
     async def begin_phase(self, following: bool) -> None:
         """The trainer begins to train from where it has recovered to; see `Presence.move_to`."""

@@ -11,6 +11,7 @@ from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
 
 REPORT_S = 1.0  # between two reports
+EARLY_SHARE = 0.1  # of a phase: work that begins within it counts as whole
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,18 @@ class InnerPhase:
         self._clock, self._reported = clock, clock()
         self.begin()
 
-    def begin(self, *, at: int = 0, since_s: float = 0.0, is_whole: bool = True) -> None:
-        """Start, where the others are.
+    def begin(self, *, at: int = 0, since_s: float = 0.0) -> None:
+        """Start, where the others are, so that nobody waits for this worker.
 
         Args:
             at: inner steps that the others have done.
             since_s: seconds for which they have been at it.
-            is_whole: False: this worker came in the middle of it.
         """
         self.steps = self._begun_at = at
         self._begun, self._started = self._clock(), self._clock() - since_s
         self.tokens = 0
-        self.is_whole = is_whole
+        self.is_whole = self.progress <= EARLY_SHARE
+        """Whether this worker has been at it from the beginning, or nearly."""
 
     def drop(self) -> None:
         """What was done so far is lost; what is left of the phase counts."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from opendiloco.lobby import Candidate, Outlook
 from opendiloco.membership import Membership, Progress, told_after
 from opendiloco.phase import PhaseReport
 from opendiloco.recovery import Goal
-from opendiloco.rounds import Position, group_key, is_heavier, joining_step
+from opendiloco.rounds import Position, group_key, is_heavier, joining_s, joining_step
 
 CLOSE_LIMIT_S = 1.0
 REFRESH_S = 0.25  # shortest time between two looks at the DHT
@@ -268,26 +267,17 @@ class Presence:
                 return record.params_hash
         return None
 
-    def inner_step(self) -> int:
-        """Where in the inner phase of this worker's round the others are."""
-        steps = [
-            self.contract.inner.steps if record.state == "averaging" else record.steps
+    def phase(self) -> tuple[int, float]:
+        """Where in the inner phase of this worker's round the others are: see `rounds.joining_step` and `joining_s`."""
+        now, steps = time.time(), self.contract.inner.steps
+        at_work = [
+            record
             for record in self._membership.view.values()
             if record.lineage == self._own.lineage and record.state in ("training", "averaging")
         ]
-        return joining_step(steps, self.contract.inner.steps)
-
-    def phase_s(self) -> float:
-        """For how long the others have been at the inner phase of this worker's round, if its length is fixed."""
-        deadline, now = self.contract.rounds.deadline, time.time()
-        left = sorted(
-            record.expected_finish - now
-            for record in self._membership.view.values()
-            if record.lineage == self._own.lineage and record.state in ("training", "averaging")
-        )
-        if deadline == "adaptive" or not left:
-            return 0.0
-        return min(deadline, max(0.0, deadline - statistics.median_low(left)))
+        done = [steps if record.state == "averaging" else record.steps for record in at_work]
+        left = [record.expected_finish - now for record in at_work if record.state == "averaging" or record.steps > 0]
+        return joining_step(done, steps), joining_s(left, self.contract.rounds.deadline)
 
     def _is_like_own(self, record: Progress) -> bool:
         return record.contract == self._own.contract and record.layout == self._own.layout

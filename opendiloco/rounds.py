@@ -68,6 +68,13 @@ def joining_step(steps: Sequence[int], inner_steps: int) -> int:
     return min(statistics.median_low(sorted(steps)), inner_steps - 1) if steps else 0
 
 
+def joining_s(left: Sequence[float], deadline: float | Literal["adaptive"]) -> float:
+    """For how long the others have been at an inner phase of fixed length, of which they have `left` seconds; or 0."""
+    if deadline == "adaptive" or not left:
+        return 0.0
+    return min(deadline, max(0.0, deadline - statistics.median_low(left)))
+
+
 @dataclass(frozen=True)
 class RoundRequest:
     """What a worker brings to the end of an inner phase, besides its pseudo-gradient."""
@@ -128,6 +135,11 @@ class Recovery:
     """Where in its inner phase the swarm is."""
     phase_s: float = 0.0
     """Seconds for which that phase has been going on, where its length is fixed in seconds."""
+
+    @property
+    def is_mid_phase(self) -> bool:
+        """Whether the swarm is in the middle of an inner phase."""
+        return self.inner_step > 0 or self.phase_s > 0
 
 
 @dataclass(frozen=True)

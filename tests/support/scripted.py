@@ -53,6 +53,8 @@ class Swarm:
         self.refusal = ""
         self.ahead: tuple[Position, Tensor] | None = None
         self.counted = False
+        self.inner_step = 0
+        self.following: list[bool] = []
         self.late_sight: tuple[Position, Tensor] | None = None
 
     @property
@@ -72,17 +74,16 @@ class Swarm:
         self._member.enter(contract, layout, position)
 
     def catch_up(self) -> Future[Recovery]:
-        if self.ahead is None:
-            return self._member.catch_up()
-        position, theta = self.ahead
-        self.vectors["theta"].copy_(theta)
-        self._member.committed(position)
-        recovery = Future[Recovery]()
-        recovery.set_result(replace(self._member.catch_up().result(), has_own_work=self.counted))
+        if self.ahead is not None:
+            position, theta = self.ahead
+            self.vectors["theta"].copy_(theta)
+            self._member.committed(position)
+        found, recovery = self._member.catch_up().result(), Future[Recovery]()
+        recovery.set_result(replace(found, has_own_work=self.counted, inner_step=self.inner_step))
         return recovery
 
     def begin_phase(self, *, following: bool) -> None:
-        pass
+        self.following.append(following)
 
     def wait_for_start(self) -> Future[int]:
         if self.late_sight is not None:

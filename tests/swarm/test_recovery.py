@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from opendiloco.config import InnerConfig, OuterConfig
+from opendiloco.config import Contract, InnerConfig, OuterConfig
 from opendiloco.errors import SwarmError
 from opendiloco.outer import OuterState, outer_step, params_hash
+from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery
 
 if TYPE_CHECKING:
@@ -90,6 +91,24 @@ def test_a_joiner_takes_part_in_the_next_round(network: Network, wait_until: Wai
     play_rounds(network, [*workers, newcomer], 1)
     assert torch.equal(newcomer.vectors["theta"], workers[0].vectors["theta"])
     assert newcomer.position == workers[0].position
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_worker_that_comes_to_where_the_swarm_stands_begins_where_the_others_are(
+    network: Network, wait_until: WaitUntil, rounds: int
+) -> None:
+    contract = Contract.model_validate({"outer": {"weighting": "tokens"}, "rounds": {"deadline": 60.0}})
+    workers = network.workers(2, contract=contract, size=SIZE)
+    play_rounds(network, workers, rounds)
+    for peer, steps in zip(workers, (30, 32), strict=True):
+        network.run(peer.process.report(PhaseReport(steps=steps, tokens_per_s=1.0, finish_in_s=20.0)))
+    back = network.peers(1, workers[0].addresses)[0]
+    back.enter(contract, size=SIZE, position=workers[0].position)
+    wait_until(lambda: back.sees() == {peer.peer_id for peer in workers}, "it sees the others")
+    recovery = network.run(back.process.catch_up())
+    assert recovery.position.lineage == workers[0].position.lineage
+    assert recovery.inner_step == 30
+    assert recovery.phase_s == pytest.approx(40, abs=10)
 
 
 def test_a_newcomer_that_sees_the_others_late_does_not_wait_for_the_first_round(network: Network) -> None:

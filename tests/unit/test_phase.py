@@ -33,7 +33,7 @@ def phase_of(
 @given(st.integers(1, 50), st.integers(0, 49))
 def test_phase_of_h_steps_ends_after_the_step_that_makes_h_wherever_it_began(steps: int, at: int) -> None:
     phase = phase_of(Clock(), steps=steps)
-    phase.begin(at=min(at, steps - 1), is_whole=at == 0)
+    phase.begin(at=min(at, steps - 1))
     done = 0
     while not phase.is_over:
         assert phase.schedule_step == min(at, steps - 1) + done
@@ -60,7 +60,7 @@ def test_phase_of_fixed_length_ends_with_its_time_however_many_steps_were_done()
 def test_joiner_of_a_phase_of_fixed_length_is_done_with_the_others() -> None:
     clock = Clock()
     phase = phase_of(clock, deadline=60.0)
-    phase.begin(since_s=45.0, is_whole=False)
+    phase.begin(since_s=45.0)
     clock.now += 5
     phase.step()
     assert phase.report() == PhaseReport(steps=1, tokens_per_s=0.0, finish_in_s=10.0)
@@ -80,6 +80,15 @@ def test_progress_is_told_once_a_second_with_what_is_left() -> None:
         reports.append(phase.report())
     assert [report is not None for report in reports] == [False, True] * 4
     assert reports[-1] == PhaseReport(steps=8, tokens_per_s=200.0, finish_in_s=1.0)
+
+
+@pytest.mark.parametrize(("at", "since_s", "is_whole"), [(0, 0, True), (1, 6, True), (2, 7, False), (9, 59, False)])
+def test_phase_that_began_within_its_first_tenth_is_whole(at: int, since_s: float, is_whole: bool) -> None:
+    by_steps, by_time = phase_of(Clock(), weighting="uniform"), phase_of(Clock(), deadline=60.0)
+    by_steps.begin(at=at)
+    by_time.begin(since_s=since_s)
+    assert by_steps.is_whole == by_time.is_whole == is_whole
+    assert by_steps.has_vote == is_whole
 
 
 def test_equal_votes_are_for_whole_phases_and_tokens_count_whatever_was_done() -> None:

@@ -126,6 +126,17 @@ def test_a_swarm_that_comes_into_sight_late_is_caught_up_with_before_the_first_s
         assert torch.equal(flat(list(model.parameters())), there[1])
 
 
+@pytest.mark.parametrize(("at", "has_vote"), [(0, True), (1, True), (6, False)])
+def test_a_worker_that_begins_where_the_swarm_stands_does_what_is_left_of_its_phase(at: int, has_vote: bool) -> None:
+    model, swarm = linear(), Swarm()
+    swarm.inner_step = at
+    with diloco(model, contract_of(steps=10), swarm) as optimizer:
+        assert (optimizer.global_step, optimizer.phase.has_vote, swarm.following) == (at, has_vote, [not has_vote])
+        train(model, optimizer, 10 - at)
+        assert optimizer.round == 1
+        assert swarm.requests[0].weight == float(has_vote)
+
+
 def test_the_end_of_the_network_process_ends_the_step_with_its_reason() -> None:
     model, swarm = linear(), Swarm(SwarmError("the network process of this peer has ended"))
     with (
