@@ -28,7 +28,7 @@ class RunConfig(Section):
         Allowed("1 to 64 letters, digits, - and _ that start with a letter or digit"),
     ] = "demo"
     """Name of the run on the DHT."""
-    rounds: Annotated[int, Field(ge=1), Unit("outer rounds")] = 8
+    rounds: Annotated[int, Field(ge=1, le=10**9), Unit("outer rounds")] = 8
     """Outer rounds after which the run is finished."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the initial parameters and of the order of the data."""
@@ -42,9 +42,9 @@ class ModelConfig(Section):
     seeded random values. Otherwise a folder (such as OUT/model of an earlier run) or hub name with weights that fit."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained and do not travel: shell-style patterns such as "model.embed_tokens.*"."""
-    lora_rank: Annotated[int, Field(ge=0)] = 0
+    lora_rank: Annotated[int, Field(ge=0, le=65536)] = 0
     """Rank of LoRA adapters (arXiv:2106.09685), of which alone travels what is trained; 0 trains the model itself."""
-    lora_alpha: Annotated[int, Field(ge=1)] = 16
+    lora_alpha: Annotated[int, Field(ge=1, le=65536)] = 16
     """Adapters count lora_alpha / lora_rank times."""
     lora_targets: tuple[str, ...] = ()
     """Linear layers that get adapters, such as ["q_proj", "v_proj"]; none named: all but the output head."""
@@ -77,7 +77,7 @@ class DataConfig(Section):
     source gives at most 8 for each of its files."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Share of the documents held out for validation; no worker trains on them."""
-    validation_sequences: Annotated[int, Field(ge=1), Unit("sequences")] = 64
+    validation_sequences: Annotated[int, Field(ge=1, le=10**9), Unit("sequences")] = 64
     """Sequences of the held-out part that one evaluation reads."""
 
 
@@ -85,26 +85,26 @@ class InnerConfig(Section):
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     """Inner optimizer. adamw8bit: moments of 1 byte each (bitsandbytes). muon: for the hidden matrices, AdamW for the
     embeddings, the output head and vectors (torch 2.9 or newer)."""
-    lr: Annotated[float, Field(gt=0)] = 4e-4
+    lr: Annotated[float, Field(gt=0, le=1000)] = 4e-4
     """Peak learning rate of the inner optimizer."""
-    muon_lr: Annotated[float, Field(ge=0)] = 0.0
+    muon_lr: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Peak learning rate of Muon; 0 takes inner.lr. Its steps are scaled to AdamW's size, so that AdamW's learning rate
     and weight decay fit (arXiv:2502.16982)."""
-    warmup_steps: Annotated[int, Field(ge=0), Unit("inner steps")] = 50
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9), Unit("inner steps")] = 50
     """Global inner steps over which the learning rate rises linearly to its peak."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Course of the learning rate after warm-up; cosine ends at the run's last inner step."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the cosine, as a share of the peak."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.1
     """Decoupled weight decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's first and second moment."""
-    clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    clip_norm: Annotated[float, Field(ge=0, le=1e9)] = 1.0
     """Largest norm of a step's gradient (after accumulation); 0 switches clipping off."""
-    batch_size: Annotated[int, Field(ge=1), Unit("sequences")] = 8
+    batch_size: Annotated[int, Field(ge=1, le=10**9), Unit("sequences")] = 8
     """Sequences per inner step of one worker."""
-    steps: Annotated[int, Field(ge=1), Unit("inner steps")] = 50
+    steps: Annotated[int, Field(ge=1, le=10**9), Unit("inner steps")] = 50
     """H: inner steps per outer round."""
     joiner_moments: Literal["zero", "donor"] = "zero"
     """What AdamW's moments start from at a worker that fetches the state: zero, or a donor's (twice the bytes; adamw
@@ -123,13 +123,13 @@ class InnerConfig(Section):
 class OuterConfig(Section):
     optimizer: Literal["nesterov", "sgd", "sgdm", "adam"] = "nesterov"
     """Outer optimizer (DiLoCo: Nesterov)."""
-    lr: Annotated[float, Field(gt=0)] = 0.7
+    lr: Annotated[float, Field(gt=0, le=1000)] = 0.7
     """Outer learning rate."""
     momentum: Decay = 0.9
     """Outer momentum (adam: decay of the first moment)."""
     beta2: Decay = 0.95
     """adam: decay of the second moment."""
-    eps: Annotated[float, Field(gt=0)] = 0.1
+    eps: Annotated[float, Field(gt=0, le=1e9)] = 0.1
     """adam: added to the root of the second moment (DiLoCo section 3.2 uses 0.1)."""
     weighting: Literal["uniform", "tokens"] = "uniform"
     """Weight of a worker's pseudo-gradient: one each, or its tokens of the round."""
@@ -138,7 +138,7 @@ class OuterConfig(Section):
 
 
 class RoundsConfig(Section):
-    start_peers: Annotated[int, Field(ge=1), Unit("workers")] = 1
+    start_peers: Annotated[int, Field(ge=1, le=10**9), Unit("workers")] = 1
     """Workers the first round waits for; later ones come and go freely."""
     quorum: Annotated[float, Field(ge=0.5, lt=1)] = 0.5
     """A group needs more than this share of the lineage's live workers."""
@@ -149,14 +149,14 @@ class RoundsConfig(Section):
     """Seconds after the first arrival at which a round starts without stragglers, or adaptive."""
     failure_timeout_s: Seconds = 5.0
     """A peer that sends nothing for so long in an all-reduce counts as dropped."""
-    max_staleness: Annotated[int, Field(ge=0), Unit("rounds")] = 1
+    max_staleness: Annotated[int, Field(ge=0, le=10**9), Unit("rounds")] = 1
     """A worker that missed at most so many rounds keeps its finished inner phase, on top of the new parameters."""
-    max_retries: Annotated[int, Field(ge=0), Unit("times")] = 5
+    max_retries: Annotated[int, Field(ge=0, le=10**9), Unit("times")] = 5
     """Times a failed round is tried again before the worker gives up with exit code 75."""
 
 
 class EvaluationConfig(Section):
-    every_rounds: Annotated[int, Field(ge=1), Unit("outer rounds")] = 1
+    every_rounds: Annotated[int, Field(ge=1, le=10**9), Unit("outer rounds")] = 1
     """Outer rounds between evaluations of the outer parameters; also one before the first and after the last."""
     by: Literal["each", "one", "shared"] = "each"
     """Who evaluates: each worker all of data.validation_sequences, one participant of the round, another each time (its
@@ -233,7 +233,7 @@ def contract_difference(mine: Contract, theirs: Contract) -> list[tuple[str, obj
 class SwarmConfig(Section):
     peers: tuple[PeerAddress, ...] = ()
     """Addresses of peers to join through; none starts a new swarm."""
-    host_maddrs: tuple[ListenAddress, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    host_maddrs: Annotated[tuple[ListenAddress, ...], Field(min_length=1)] = ("/ip4/127.0.0.1/tcp/0",)
     """Addresses to listen on. /ip4/0.0.0.0/tcp/PORT makes a peer reachable from other machines."""
     announce_maddrs: tuple[ListenAddress, ...] = ()
     """Addresses told to others, when they differ from host_maddrs (port forwarding)."""
@@ -247,7 +247,7 @@ class SwarmConfig(Section):
     """Seconds between progress records."""
     expiry_s: Seconds = 12.0
     """Seconds after which a peer that renews no record counts as gone; at least twice heartbeat_s."""
-    log_rounds: Annotated[int, Field(ge=1), Unit("rounds")] = 16
+    log_rounds: Annotated[int, Field(ge=1, le=10**9), Unit("rounds")] = 16
     """Committed rounds kept on disk (about 1 byte per parameter each with int8) for peers that missed them."""
 
     @model_validator(mode="after")
@@ -265,7 +265,7 @@ class ComputeConfig(Section):
     """Where the trainer computes; auto takes a GPU when there is one."""
     precision: Precision = "fp32"
     """Precision of forward and backward (autocast); parameters stay fp32. fp16 scales the loss by itself."""
-    micro_batch_size: Annotated[int, Field(ge=0), Unit("sequences")] = 0
+    micro_batch_size: Annotated[int, Field(ge=0, le=10**9), Unit("sequences")] = 0
     """Sequences per forward pass; gradients accumulate up to inner.batch_size. 0: the whole batch."""
     compile: bool = False
     """Compile the training pass with torch.compile, before the first round; without it where that fails."""
@@ -276,14 +276,14 @@ class ComputeConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_rounds: Annotated[int, Field(ge=0), Unit("outer rounds")] = 0
+    every_rounds: Annotated[int, Field(ge=0, le=10**9), Unit("outer rounds")] = 0
     """Outer rounds between checkpoints; 0 writes none."""
-    keep: Annotated[int, Field(ge=1), Unit("checkpoints")] = 2
+    keep: Annotated[int, Field(ge=1, le=10**9), Unit("checkpoints")] = 2
     """Newest checkpoints kept."""
 
 
 class LogConfig(Section):
-    every_steps: Annotated[int, Field(ge=1), Unit("inner steps")] = 10
+    every_steps: Annotated[int, Field(ge=1, le=10**9), Unit("inner steps")] = 10
     """Inner steps between inner_step lines."""
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ("jsonl",)
     """Where metrics go: always to OUT/metrics.jsonl, and to others whose package is installed, as a list."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
@@ -77,7 +77,7 @@ def _line(section: type[Section], at: Sequence[int | str], message: str, value: 
     return f"unknown setting {prefix}{key}: {cure}"
 
 
-Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
+Seconds = Annotated[float, Field(gt=0, le=1e9), Unit("seconds")]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 ListenAddress = Annotated[str, Field(pattern=r"^/[^\s/]+/\S+$"), Allowed("an address such as /ip4/0.0.0.0/tcp/31337")]
 PeerAddress = Annotated[
@@ -110,8 +110,10 @@ def _allowed(annotation: Any, metadata: Sequence[object]) -> str:
     if origin is Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
     if origin is tuple:
-        most = "".join(f" of at most {item.max_length}" for item in metadata if isinstance(item, MaxLen))
-        form = f'["A", "B", ...]{most}' if arguments[-1] is Ellipsis else f"of {len(arguments)}"
+        least = [item.min_length for item in metadata if isinstance(item, MinLen)]
+        most = [item.max_length for item in metadata if isinstance(item, MaxLen)]
+        size = f" of {least[0]} to {most[0]}" if least and most else "".join(f" of at least {n}" for n in least)
+        form = f'["A", "B", ...]{size}' if arguments[-1] is Ellipsis else f"of {len(arguments)}"
         return f"a list {form}, each {_allowed(arguments[0], ())}"
     names = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
     unit = "".join(f" of {item.name}" for item in metadata if isinstance(item, Unit))
@@ -124,5 +126,5 @@ def _flat(metadata: Sequence[object]) -> Iterator[object]:
 
 
 def _bounds(metadata: Sequence[object]) -> Iterator[str]:
-    words = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le}", Lt: "below {0.lt}"}
+    words = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le:g}", Lt: "below {0.lt}"}
     return (", " + words[type(item)].format(item) for item in metadata if type(item) in words)

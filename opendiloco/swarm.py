@@ -63,7 +63,7 @@ class Swarm:
                 "swarm.client_mode is true and swarm.peers is empty: nobody can reach this peer, so it must be told "
                 "whom to reach, with --peers ADDRESS"
             )
-        self._leaving, self._is_silent = leaving, False
+        self._leaving, self._is_silent, self._joins = leaving, False, bool(config.peers)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         self._identity = _identity(config, folder)
@@ -86,6 +86,8 @@ class Swarm:
             SwarmError: none of the configured peers answers in time.
         """
         self.addresses = self._wait(self._opening)
+        how = "joined a swarm" if self._joins else "started a swarm, which others join through this peer"
+        logger.info("%s, as %s", how, self.peer_id)
 
     @classmethod
     @contextlib.contextmanager

@@ -54,7 +54,6 @@ def run_worker(
         from opendiloco.worker import Worker  # seconds of importing, while the network process starts
 
         swarm.open()
-        logger.info("on the network as %s", swarm.peer_id)
         settings, has_brought_contract = agree_on_contract(settings, swarm, run_id)
         write_toml(out / "run.toml", settings.contract)
         write_toml(out / "peer.toml", settings.peer)

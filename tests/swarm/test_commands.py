@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WRONG_SETTINGS, NO_SWARM = 64, 75
 NOBODY = "12D3KooWPVkYcj4DJaNsg92hMm1yLkBYbwtSipMDBsCuGbFShCXa"
 
-PROGRESS = ("on the network as ", "run ", "waiting up to ")  # what it says before
+PROGRESS = ("joined a swarm", "started a swarm", "run ", "waiting up to ")  # what it says before
 
 Fail = Callable[..., str]
 
