@@ -13,7 +13,6 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
@@ -21,10 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.baselines import System
-from benchmarks.common import ROOT, about, cores, cpu, run_script, write_lines
+from benchmarks.common import about, cores, cpu, parse_options, run_script, write_lines
 from benchmarks.groups import Cell, measure
 
-RESULTS = ROOT / "benchmarks" / "results"
 INT8, BASELINE, GLOO = System("opendiloco", "int8"), System("hivemind", "fp16"), System("gloo", "fp32")
 SYSTEMS = (INT8, System("opendiloco", "fp16"), System("opendiloco", "none"), BASELINE, System("hivemind", "none"), GLOO)
 QUICK_SYSTEMS = (INT8, BASELINE, GLOO)
@@ -142,8 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             systems, workers=workers, values=values, repetitions=options.repetitions, patience_s=options.patience
         )
     facts = about()
-    if options.out is not None:
-        write_lines(options.out, [{**to_record(cell, cells), **facts} for cell in cells])
+    write_lines(options.out, [{**to_record(cell, cells), **facts} for cell in cells])
     title = f"All-reduce, {options.repetitions} repetitions, {cores()} cores of {cpu()}"
     console.print(to_table(cells, title))
     console.print(
@@ -167,26 +164,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="launch.sh bench allreduce", description=__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", metavar="K", help="peers (default 2 4)")
-    parser.add_argument("--values", type=int, nargs="+", metavar="N", help="vector sizes (default 1000000 25000000)")
-    parser.add_argument("--repetitions", type=int, metavar="N", help="of everything (default 5)")
-    parser.add_argument("--patience", type=float, metavar="S", help="seconds to wait for a quiet machine (default 10)")
-    parser.add_argument("--quick", action="store_true", help="2 workers, 3 systems, tiny vectors: does it work?")
+    parser.add_argument("--workers", type=int, nargs="+", metavar="K", default=[2, 4], help="peers (default 2 4)")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON lines (default benchmarks/results/allreduce.jsonl)"
+        "--values",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[1_000_000, 25_000_000],
+        help="vector sizes (default 1000000 25000000)",
     )
-    defaults: dict[str, Any] = {
-        "workers": [2, 4],
-        "values": [1_000_000, 25_000_000],
-        "repetitions": 5,
-        "patience": 10.0,
-    }
-    if not parser.parse_known_args(argv)[0].quick:
-        defaults["out"] = RESULTS / "allreduce.jsonl"
-    else:
-        defaults = {"workers": [2], "values": [10_000], "repetitions": 2, "patience": 0.0}
-    parser.set_defaults(**defaults)
-    options = parser.parse_args(argv)
+    parser.add_argument("--repetitions", type=int, metavar="N", default=5, help="of everything (default 5)")
+    parser.add_argument(
+        "--patience", type=float, metavar="S", default=10.0, help="seconds to wait for a quiet machine (default 10)"
+    )
+    quick = {"workers": [2], "values": [10_000], "repetitions": 2, "patience": 0.0}
+    options = parse_options(parser, "allreduce", argv, quick=quick)
     if min(*options.workers, *options.values, options.repetitions) < 1:
         parser.error("--workers, --values and --repetitions take numbers of at least 1")
     return options

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from benchmarks.common import ROOT, BenchmarkError, about, run_script, write_lines
+from benchmarks.common import BenchmarkError, about, parse_options, run_script, write_lines
 from benchmarks.links import Links
 from benchmarks.noise import LIMIT_S, NoiseWorker, start_all, stop_all, wait_for_round
 
@@ -100,8 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--values", type=int, default=2_000_000, metavar="N", help="parameters (default 2000000)")
     parser.add_argument("--inner", type=float, default=10.0, metavar="S", help="seconds of an inner phase (default 10)")
     parser.add_argument("--mbit", type=float, default=20.0, metavar="R", help="of each link, each way (default 20)")
-    parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "join.jsonl")
-    options = parser.parse_args(argv)
+    options = parse_options(
+        parser,
+        "join",
+        argv,
+        quick={"workers": 2, "joiners": 1, "rounds": 2, "values": 100_000, "inner": 1.0, "mbit": 100.0},
+    )
     links = Links()
     try:
         with tempfile.TemporaryDirectory(prefix="join-") as temporary:

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from benchmarks.common import ROOT, BenchmarkError, about, run_script, write_lines
+from benchmarks.common import BenchmarkError, about, parse_options, run_script, write_lines
 from benchmarks.links import Links
 from benchmarks.noise import LIMIT_S, NoiseWorker, start_all, stop_all, wait_for_round
 
@@ -66,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--values", type=int, default=2_000_000, metavar="N", help="parameters (default 2000000)")
     parser.add_argument("--mbit", type=float, default=20.0, metavar="R", help="of each link, each way (default 20)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments (default 0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "kill.jsonl")
-    options = parser.parse_args(argv)
+    options = parse_options(parser, "kill", argv, quick={"trials": 1, "workers": 3, "values": 200_000})
     draw, links, trials = random.Random(options.seed), Links(), list[dict[str, Any]]()
     moved = 4 * options.values * (options.workers - 1) // options.workers  # both ways, int8
     with tempfile.TemporaryDirectory(prefix="kill-") as temporary:

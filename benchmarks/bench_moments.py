@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 import torch
 
-from benchmarks.common import ROOT, about, run_script, write_lines
+from benchmarks.common import about, parse_options, run_script, write_lines
 from opendiloco.checkpoint import Checkpoint, CheckpointWriter, load_checkpoint
 from opendiloco.codec import get_codec
 from opendiloco.config import CheckpointConfig, ComputeConfig, Contract, PeerConfig
@@ -102,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", type=int, default=4, metavar="N", help="rounds before the join (default 4)")
     parser.add_argument("--after", type=int, default=4, metavar="N", help="rounds after it (default 4)")
     parser.add_argument("--steps", type=int, default=50, metavar="H", help="inner steps of a round (default 50)")
-    parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "moments.jsonl")
-    options = parser.parse_args(argv)
+    options = parse_options(parser, "moments", argv, quick={"seeds": 1, "before": 1, "after": 1, "steps": 2})
     torch.set_num_threads(1)
     results = []
     for seed in range(options.seeds):

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from benchmarks.common import ROOT, about, run_script, write_lines
+from benchmarks.common import about, parse_options, run_script, write_lines
 from benchmarks.netns import Hosts, why_not
 from benchmarks.noise import NoiseWorker, start_all, stop_all, wait_for_round
 
@@ -82,12 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--codecs", nargs="+", choices=BYTES, default=["int8", "fp16"], help="(default int8 fp16)")
     parser.add_argument("--inner", type=float, default=1.0, metavar="S", help="seconds of an inner phase (default 1)")
     parser.add_argument("--rounds", type=int, default=50, metavar="N", help="(default 50)")
-    parser.add_argument("--quick", action="store_true", help="3 rounds of 2 small workers, to see that it runs")
-    parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "wan.jsonl")
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.workers, options.values, options.rounds, options.inner = 2, 100_000, 3, 0.2
-        options.mbit, options.codecs = [100.0], ["int8"]
+    small = {"workers": 2, "values": 100_000, "rounds": 3, "inner": 0.2, "mbit": [100.0], "codecs": ["int8"]}
+    options = parse_options(parser, "wan", argv, quick=small)
     if reason := why_not():
         print(f"bench wan: skipped: {reason}", file=sys.stderr)
         return 0

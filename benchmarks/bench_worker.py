@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.common import ROOT, about, run_script, write_lines
+from benchmarks.common import about, parse_options, run_script, write_lines
 from opendiloco.compute import choose_device
 from opendiloco.config import ComputeConfig, Contract, PeerConfig, SwarmConfig
 from opendiloco.metrics import MetricsLog
@@ -243,13 +243,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="of each (default 40)")
     parser.add_argument("--turn", type=int, default=1, metavar="N", help="steps of one before the other (default 1)")
-    parser.add_argument("--out", type=Path, metavar="FILE", default=ROOT / "benchmarks" / "results" / "worker.jsonl")
-    options = parser.parse_args(argv)
+    options = parse_options(parser, "worker", argv, quick={"rounds": 1, "steps": 2})
     with tempfile.TemporaryDirectory(prefix="worker-") as temporary:
         folder = Path(temporary)
         contract = contract_of(options, folder, rounds=options.rounds + 2)
         result = measure(contract, compute_of(options), folder / "worker", rounds=options.rounds, turn=options.turn)
-    asked = {name: value for name, value in vars(options).items() if name != "out"}
+    asked = {name: value for name, value in vars(options).items() if name not in ("out", "quick")}
     write_lines(options.out, [{"benchmark": "worker", **asked, **result, **about()}])
     show(result)
     return 0 if result["phase_ratio"] >= BAR else 1

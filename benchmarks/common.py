@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import itertools
@@ -27,6 +28,7 @@ from torch import Tensor
 from opendiloco import guard
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 CALL_LIMIT_S = 120.0
 LOG_TAIL = 1 << 16
 CLOSE_LIMIT_S = 5.0
@@ -56,6 +58,34 @@ def run_script(name: str, main: Callable[[], int]) -> NoReturn:
         code = 1
         print(f"{name}: {error}", file=sys.stderr)
     sys.exit(code)
+
+
+def parse_options(
+    parser: argparse.ArgumentParser, name: str, argv: Sequence[str] | None, *, quick: Mapping[str, object]
+) -> argparse.Namespace:
+    """Parse `argv` with --quick and --out beside the parser's own options.
+
+    What was measured with other options than the defaults goes elsewhere, so that the figures that the documents cite
+    stay.
+
+    Args:
+        quick: other defaults, for a run that only shows that it works.
+    """
+    parser.add_argument("--quick", action="store_true", help="a small run, to see that it works")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"JSON lines (default benchmarks/results/{name}.jsonl; with options that differ from the defaults "
+        f"runs/bench/{name}.jsonl)",
+    )
+    usual, options = parser.parse_args([]), parser.parse_args(argv)
+    if options.quick:
+        parser.set_defaults(**quick)
+        options = parser.parse_args(argv)
+    if options.out is None:
+        options.out = (RESULTS if options == usual else ROOT / "runs" / "bench") / f"{name}.jsonl"
+    return options
 
 
 class PeerProcess:
