@@ -38,8 +38,12 @@ class Averager(Protocol):
     def catch_up(self) -> Future[Recovery]:
         """Bring theta and momentum to the head of the swarm's lineage, if that is not here."""
 
-    def begin_phase(self, *, following: bool) -> None:
-        """Training begins from a state that was recovered; following: takes part from the next round on."""
+    def begin_phase(self, *, following: bool, steps: int) -> None:
+        """Training begins, or begins again, with so many inner steps behind it.
+
+        Args:
+            following: this worker takes part from the next round on.
+        """
 
     def wait_for_start(self) -> Future[int]:
         """Wait until the first round may start; gives the number of workers that are there, 0 to catch up again."""

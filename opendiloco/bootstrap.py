@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import threading
 from pathlib import Path
 
+from opendiloco.addresses import forget_addresses, write_addresses
 from opendiloco.config import SwarmConfig
-from opendiloco.leave import Leave
-from opendiloco.swarm import Swarm, forget_addresses, write_addresses
+from opendiloco.leave import ends_in_order
+from opendiloco.swarm import Swarm
 
 
 def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path | None) -> int:
@@ -25,7 +25,7 @@ def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path |
     try:
         with (
             Swarm(config, folder, leaving=stop.is_set) as swarm,
-            contextlib.suppress(Leave),
+            ends_in_order(stop.is_set),
         ):
             swarm.open()
             write_addresses(address_file, swarm.addresses)

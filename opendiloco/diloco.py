@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import replace
@@ -21,20 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from opendiloco.averager import Averager, contribution_bytes, vector_sizes
-from opendiloco.background import in_background
 from opendiloco.codec import get_codec
 from opendiloco.config import Contract
 from opendiloco.contribution import Contribution
 from opendiloco.errors import OpendilocoError, SwarmError
 from opendiloco.flat import FlatLayout, check_parameters, gather, replica_digest, trainable_parameters, unwrapped
 from opendiloco.leave import Leave, every, wait_for
-from opendiloco.ledger import Ledger, Reading
+from opendiloco.ledger import Reading
 from opendiloco.loop import LoopOptimizer
 from opendiloco.moments import load_moments, store_moments
-from opendiloco.outer import OuterState, genesis_lineage, outer_step, params_hash
 from opendiloco.phase import InnerPhase
 from opendiloco.report import RoundReport, given_up_line, log_round
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
+from opendiloco.standing import Standing
 
 PATIENCE_S = 15.0  # between two lines that say whom a round waits for
 LEAVE_LIMIT_S = 7.0  # for an all-reduce that had begun when the user asked to leave
@@ -86,28 +84,21 @@ class DiLoCo(LoopOptimizer):
         check_parameters(self.param_groups, self._parameters)
         self._vectors = swarm.allocate(vector_sizes(FlatLayout.of(model).numel, contract))
         gather(self._parameters, self._vectors["theta"])
-        for name, values in start[1].items() if start else ():
-            self._vectors[name].copy_(values)
-        self.outer = OuterState(self._vectors["theta"], self._vectors["momentum"], self._vectors["second_moment"])
+        self._standing = Standing(self._vectors, contract, tell_hash=swarm.set_params_hash)
+        self.outer = self._standing.outer
         codec = get_codec(contract.outer.codec)
         out = contribution_bytes(self._vectors, codec)
         self._contribution = Contribution(self._parameters, codec, self.outer.theta, out)
         self._moments = self._vectors["inner_first"], self._vectors["inner_second"]
-        self._hash = in_background(lambda: params_hash(self.outer), "params hash")
-        self.outer.lineage = genesis_lineage(contract.digest, self.params_hash)
-        self.tokens = 0
-        """Tokens that all participants trained on in the rounds of this lineage."""
-        self.ledger = Ledger()
-        """How far they have read the text."""
         if start is not None:
-            self._move_to(start[0])
+            self._standing.start_at(*start)
             self._replace_parameters()
         self._dropped = 0
         self._followed: Future[RoundOutcome] | None = None
         self.phase = InnerPhase(contract)
         """Where in the inner phase of the current round this worker is; a joiner begins where the others are."""
         try:
-            swarm.enter(contract, replica_digest(model), replace(self.position, params_hash=self.params_hash))
+            swarm.enter(contract, replica_digest(model), self._standing.hashed_position)
             self.workers = 0
             while not self.workers:  # what is there may come into sight late
                 self.recovery = self._catch_up()
@@ -126,7 +117,7 @@ class DiLoCo(LoopOptimizer):
     @property
     def position(self) -> Position:
         """Where this worker stands, as of the last committed round; without its hash."""
-        return Position(self.outer.round, self.outer.lineage, "", self.tokens, self.ledger)
+        return self._standing.position
 
     @property
     def global_step(self) -> int:
@@ -134,9 +125,14 @@ class DiLoCo(LoopOptimizer):
         return self.round * self._contract.inner.steps + self.phase.schedule_step
 
     @property
+    def has_state(self) -> bool:
+        """Whether the outer state is that of a round; not while, or since, catching up with the swarm broke off."""
+        return self._standing.is_whole
+
+    @property
     def params_hash(self) -> str:
         """Hash of the outer state; waits while it is being computed."""
-        return self._hash.result()
+        return self._standing.hash.result()
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         if self._followed is None and not self.phase.has_vote:
@@ -165,19 +161,28 @@ class DiLoCo(LoopOptimizer):
         self._contribution.restart()
         self._on_replace(True)
         self.phase.drop()
-        self._swarm.begin_phase(following=self.phase.weight == 0)
+        self._begin_phase()
 
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens of this round, which are its weight when outer.weighting is "tokens"."""
         self.phase.tokens += tokens
 
     def write_outer_parameters(self) -> None:
-        """Put theta, the outer parameters of the last committed round, into the model; `on_replace` is not called."""
-        self._contribution.restart()
+        """Put theta, the outer parameters of the last committed round, into the model; `on_replace` is not called.
+
+        Not where there is none: the model keeps what it holds.
+        """
+        if self.has_state:
+            self._contribution.restart()
+        else:
+            logger.warning("left while it was catching up with the swarm: it holds no outer parameters of any round")
 
     def finish(self) -> None:
         """Wait until the last round has been hashed."""
-        futures.wait([self._hash])
+        self._standing.finish()
+
+    def _begin_phase(self) -> None:
+        self._swarm.begin_phase(following=not self.phase.has_vote, steps=self.phase.steps)
 
     # --- the round ---------------------------------------------------------------------------------------
 
@@ -204,7 +209,7 @@ class DiLoCo(LoopOptimizer):
                 self.phase.is_whole = True
                 if self.phase.steps_done == 0:
                     self.phase.begin()
-                self._swarm.begin_phase(following=False)
+                self._begin_phase()
                 if not self.phase.is_over:
                     return
         raise SwarmError(
@@ -221,8 +226,8 @@ class DiLoCo(LoopOptimizer):
         try:
             return self._wait(future)
         except Leave:
-            self._swarm.withdraw()
             with contextlib.suppress(NotDone, SwarmError):
+                self._swarm.withdraw()
                 if (outcome := future.result(LEAVE_LIMIT_S)).verdict == "commit":
                     return outcome
             raise
@@ -232,59 +237,52 @@ class DiLoCo(LoopOptimizer):
 
         Finished work that came too late goes on top of the new outer parameters.
         """
-        self._hash.result()  # of the state that may be about to change
-        recovery = self._wait(self._swarm.catch_up())
-        if recovery.position.lineage != self.outer.lineage:
-            self._follow(recovery, has_late_work=has_late_work)
-        elif has_late_work:
+        before, keeps_work = self.position, False
+        with self._standing.replaced():
+            recovery = self._wait(self._swarm.catch_up())
+            if recovery.position.lineage != before.lineage:
+                keeps_work = self._follow(recovery, has_late_work=has_late_work)
+        if recovery.position.lineage == before.lineage and has_late_work:
             return recovery  # whoever was ahead has gone
-        self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s)
-        self._swarm.begin_phase(following=not self.phase.has_vote)
+        self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s, keeps_work=keeps_work)
+        self._begin_phase()
         return recovery
 
-    def _follow(self, recovery: Recovery, *, has_late_work: bool) -> None:
-        """Take over the outer state that was recovered."""
-        before, is_timely, position = self.round, self.phase.is_whole, recovery.position
+    def _follow(self, recovery: Recovery, *, has_late_work: bool) -> bool:
+        """Take over the outer state that was recovered; returns whether late work is on top of it."""
+        before = self.position
         if recovery.given_up:
-            logger.warning(given_up_line(recovery, self.position))
-        self._move_to(position)
-        self._hash = in_background(lambda: self._hash_and_announce(position.round), "params hash")
-        missed, is_new = position.round - before, is_timely and not recovery.has_own_work
-        is_fresh = is_new and missed <= self._contract.rounds.max_staleness
-        self._replace_parameters(keep_work=has_late_work and is_fresh, moments=recovery.full_state)
+            logger.warning(given_up_line(recovery, before))
+        self._standing.arrive(recovery.position)
+        is_new = self.phase.is_whole and not recovery.has_own_work
+        is_fresh = is_new and self.round - before.round <= self._contract.rounds.max_staleness
+        keeps_work = has_late_work and is_fresh
+        self._replace_parameters(keep_work=keeps_work, moments=recovery.full_state)
+        return keeps_work
 
     def _commit(self, attempt: RoundReport) -> None:
         """The outer step, on bytes that are the same at every participant."""
         outcome = attempt.outcome
         self._dropped = 0 if self.phase.weight > 0 else self._dropped
-        self._hash.result()  # of the state that is about to change
-        started = time.monotonic()
-        average = self._vectors["average"]
-        outer_step(self.outer, average, self._contract.outer)
-        self.outer.lineage = outcome.lineage
-        self.tokens += sum(outcome.tokens.values())
-        self.ledger = self.ledger.after(outcome.readings)
+        started, average = time.monotonic(), self._vectors["average"]
+        self._standing.commit(outcome, average)
         self._replace_parameters()
         store_moments(self.inner, self._parameters, *self._moments)
-        self._swarm.committed(self.position)
-        outer_s = time.monotonic() - started
-        self._hash = in_background(lambda: self._hash_and_announce(attempt.round), "params hash")
-        self._on_round(
-            replace(
-                attempt,
-                lineage=outcome.lineage,
-                params_hash=self._hash,
-                outer_s=outer_s,
-                outer_gradient_norm=float(torch.linalg.vector_norm(average)),
+        try:
+            self._swarm.committed(self.position)
+        finally:  # it is committed, whether or not the network process is there to be told
+            outer_s = time.monotonic() - started
+            self._standing.announce()
+            self._on_round(
+                replace(
+                    attempt,
+                    lineage=outcome.lineage,
+                    params_hash=self._standing.hash,
+                    outer_s=outer_s,
+                    outer_gradient_norm=float(torch.linalg.vector_norm(average)),
+                )
             )
-        )
-        self.phase.begin()
-
-    def _hash_and_announce(self, round: int) -> str:
-        """Off the training thread; the state stays as it is until the next commit has waited for this."""
-        digest = params_hash(self.outer)
-        self._swarm.set_params_hash(round, digest)
-        return digest
+            self.phase.begin()
 
     def _attempt(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> RoundReport:
         """An attempt at the next round, before anything came of it."""
@@ -310,7 +308,3 @@ class DiLoCo(LoopOptimizer):
         if moments:
             load_moments(self.inner, self._parameters, *self._moments, step=self.round * self._contract.inner.steps)
         self._on_replace(moments and self._moments[0].numel() > 0)
-
-    def _move_to(self, position: Position) -> None:
-        self.outer.round, self.outer.lineage, self.tokens = position.round, position.lineage, position.tokens
-        self.ledger = position.ledger

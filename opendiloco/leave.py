@@ -6,13 +6,15 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
 from opendiloco.background import in_background
+from opendiloco.errors import SwarmError
 
 POLL_S = 0.2  # how soon a wait notices a request to leave
 
@@ -63,6 +65,21 @@ def run(function: Callable[[], T], leaving: Callable[[], bool], *, name: str) ->
         if leaving():
             raise Leave from None
         raise
+
+
+@contextmanager
+def ends_in_order(leaving: Callable[[], bool]) -> Iterator[None]:
+    """A block that a request to leave ends, also where it shows as the end of the network.
+
+    Whoever stops a service may signal all of its processes, the network process among them.
+    """
+    try:
+        yield
+    except Leave:
+        return
+    except SwarmError:
+        if not leaving():
+            raise
 
 
 class LeaveRequest:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from opendiloco.config import Contract
+from opendiloco.errors import SwarmError
 from opendiloco.leave import Leave
 from opendiloco.schedule import LRScheduler, align
 
@@ -74,6 +75,12 @@ class LoopOptimizer(torch.optim.Optimizer, ABC):
         except Leave:
             if not self._is_block:
                 raise
+            self._has_left = True
+        except SwarmError:
+            if not self._leaving():
+                raise
+            if not self._is_block:
+                raise Leave from None  # whoever asked this process to end may have ended the network process as well
             self._has_left = True
         if self._is_block and (self._has_left or self._leaving()):
             self._has_left = True

@@ -168,9 +168,9 @@ class PeerProcess:
         inner_step, phase_s = self._presence.phase()
         return replace(recovery, inner_step=inner_step, phase_s=phase_s)
 
-    async def begin_phase(self, following: bool) -> None:
-        """The trainer begins to train from where it has recovered to; see `Presence.move_to`."""
-        self._presence.move_to(self._presence.position, following=following)
+    async def begin_phase(self, following: bool, steps: int) -> None:
+        """The trainer begins to train, or begins again; see `Presence.move_to`."""
+        self._presence.move_to(self._presence.position, following=following, steps=steps)
 
     async def wait_for_start(self) -> int:
         """Wait until the contract's `start_peers` workers are there; returns how many workers are.

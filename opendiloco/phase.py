@@ -30,24 +30,26 @@ class InnerPhase:
         self._steps, self._deadline = contract.inner.steps, contract.rounds.deadline
         self._by_tokens = contract.outer.weighting == "tokens"
         self._clock, self._reported = clock, clock()
+        self.tokens = 0
         self.begin()
 
-    def begin(self, *, at: int = 0, since_s: float = 0.0) -> None:
+    def begin(self, *, at: int = 0, since_s: float = 0.0, keeps_work: bool = False) -> None:
         """Start, where the others are, so that nobody waits for this worker.
 
         Args:
             at: inner steps that the others have done.
             since_s: seconds for which they have been at it.
+            keeps_work: the work of a phase that ended too late counts in this one.
         """
         self.steps = self._begun_at = at
         self._begun, self._started = self._clock(), self._clock() - since_s
-        self.tokens = 0
-        self.is_whole = self.progress <= EARLY_SHARE
-        """Whether this worker has been at it from the beginning, or nearly."""
+        self.tokens = self._kept_tokens = self.tokens if keeps_work else 0
+        self.is_whole = keeps_work or self.progress <= EARLY_SHARE
+        """Whether this worker brings the work of a whole phase, or nearly."""
 
     def drop(self) -> None:
         """What was done so far is lost; what is left of the phase counts."""
-        self._begun_at, self.tokens, self.is_whole = self.steps, 0, False
+        self._begun_at, self.tokens, self._kept_tokens, self.is_whole = self.steps, 0, 0, False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -100,7 +102,7 @@ class InnerPhase:
             left_s = (self._steps - self.steps) * self.seconds / self.steps_done
         else:
             left_s = max(0.0, self._deadline - (now - self._started))
-        return PhaseReport(self.steps, self.tokens / max(self.seconds, 1e-9), left_s)
+        return PhaseReport(self.steps, (self.tokens - self._kept_tokens) / max(self.seconds, 1e-9), left_s)
 
     @property
     def work(self) -> int:

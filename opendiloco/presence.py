@@ -113,11 +113,12 @@ class Presence:
             self._update(state="following")
             self._in_background(self._announce())
 
-    def move_to(self, position: Position, *, following: bool = False) -> None:
+    def move_to(self, position: Position, *, following: bool = False, steps: int = 0) -> None:
         """This worker stands at `position` now; an empty hash follows later.
 
         Args:
             following: it came in the middle of the inner phase, and others shall not wait for it in this round.
+            steps: where in the phase it is.
         """
         self.begin_phase()
         self._ledger = position.ledger
@@ -126,7 +127,7 @@ class Presence:
             lineage=position.lineage,
             committed_tokens=position.tokens,
             state="following" if following else "training",
-            steps=0,
+            steps=steps,
             expected_finish=time.time() + (self.inner_s or self._config.expiry_s),
         )
         if position.params_hash:
@@ -275,6 +276,8 @@ class Presence:
             for record in self._membership.view.values()
             if record.lineage == self._own.lineage and record.state in ("training", "averaging")
         ]
+        if not self._own.client_mode and all(record.client_mode for record in at_work):
+            return 0, 0.0  # none of them can lead a group: their round waits for a whole phase of this worker
         done = [steps if record.state == "averaging" else record.steps for record in at_work]
         left = [record.expected_finish - now for record in at_work if record.state == "averaging" or record.steps > 0]
         return joining_step(done, steps), joining_s(left, self.contract.rounds.deadline)

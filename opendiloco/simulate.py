@@ -175,7 +175,7 @@ class SimulatedSwarm:
         """All members are at the same place."""
         return _done(Recovery(self._position))
 
-    def begin_phase(self, *, following: bool) -> None:
+    def begin_phase(self, *, following: bool, steps: int) -> None:
         """Nobody to tell."""
 
     def wait_for_start(self) -> Future[int]:

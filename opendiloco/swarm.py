@@ -20,6 +20,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from opendiloco import guard
+from opendiloco.addresses import forget_addresses, write_addresses
 from opendiloco.channel import Caller
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
@@ -98,13 +99,18 @@ class Swarm:
         0).
         """
         forget_addresses(folder / "addresses")
+        leaving = LeaveRequest()
         try:
-            with LeaveRequest() as leaving, cls(config, folder, leaving=leaving) as swarm:
+            with leaving, cls(config, folder, leaving=leaving) as swarm:
                 swarm.open()
                 write_addresses(folder / "addresses", swarm.addresses)
                 yield swarm
         except Leave as leave:
             raise SystemExit(str(leave) or 0) from None
+        except SwarmError:
+            if not leaving():
+                raise
+            raise SystemExit(0) from None
 
     @property
     def seed(self) -> int:
@@ -180,9 +186,9 @@ class Swarm:
         """Bring the outer state in shared memory to the head of the swarm's lineage, if that is not here."""
         return self._caller.start("catch_up")
 
-    def begin_phase(self, *, following: bool) -> None:
-        """Training begins from a state that was recovered."""
-        self._call("begin_phase", following)
+    def begin_phase(self, *, following: bool, steps: int) -> None:
+        """Training begins, or begins again, with so many inner steps behind it."""
+        self._call("begin_phase", following, steps)
 
     def wait_for_start(self) -> Future[int]:
         """Wait until the run's first round may start; gives the number of workers that are there.
@@ -276,6 +282,8 @@ class Swarm:
             try:
                 return future.result(POLL_S)
             except NotDone:
+                if future.done():
+                    raise SwarmError(f"the DHT did not answer in time ({method})") from None
                 waited_s = time.monotonic() - began
                 if waited_s > (CLOSE_TIMEOUT_S if self._leaving() else ANSWER_LIMIT_S):
                     self._is_silent = True
@@ -299,20 +307,3 @@ def _identity(config: SwarmConfig, folder: Path | None) -> Identity:
     if config.identity:
         return Identity.load_or_create(Path(config.identity))
     return Identity.load_or_create(folder / "identity.key") if folder is not None else Identity.temporary()
-
-
-def forget_addresses(path: Path | None) -> None:
-    """Remove the file of an earlier start: others wait for the new one."""
-    if path is not None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.unlink()
-
-
-def write_addresses(path: Path | None, addresses: list[str]) -> None:
-    """Write addresses one a line, complete or not at all; others wait for this file."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("".join(f"{address}\n" for address in addresses))
-    beside.replace(path)

@@ -6,16 +6,17 @@ import contextlib
 import logging
 from pathlib import Path
 
+from opendiloco.addresses import forget_addresses, write_addresses
 from opendiloco.checkpoint import CheckpointWriter, checkpoints, load_checkpoint
 from opendiloco.display import Display
 from opendiloco.errors import SettingsError, SwarmError
-from opendiloco.leave import Leave, LeaveRequest
+from opendiloco.leave import LeaveRequest, ends_in_order
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.mixture import check_sources
 from opendiloco.precheck import check_replica
 from opendiloco.settings import Settings, write_toml
-from opendiloco.swarm import Swarm, forget_addresses, write_addresses
+from opendiloco.swarm import Swarm
 from opendiloco.trackers import check_sinks, open_sinks
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,12 @@ def run_worker(
         check_batch(settings.contract, ranks)
         check_sources(settings.contract.data)
         check_replica(settings.contract, settings.peer.compute)
+    leaving = LeaveRequest()
     with (
-        contextlib.suppress(Leave),  # before the first inner step
+        ends_in_order(leaving),  # before the first inner step
         setup_logging(out / "log.txt", console=True),
         ranks,  # ends last: torchrun takes the end of any process for a reason to end this one
-        LeaveRequest() as leaving,
+        leaving,
         Swarm(settings.peer.swarm, out, leaving=leaving) as swarm,
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
     ):
@@ -81,8 +83,11 @@ def run_worker(
                 writer=writer,
             )
             worker.train()
-            worker.save(out / "model")
-            logger.info("the outer parameters of round %d are in %s", worker.optimizer.round, out / "model")
+            if leaving():
+                swarm.leave()  # before what may take long: nobody shall wait for this worker
+            if worker.optimizer.has_state:
+                worker.save(out / "model")
+                logger.info("the outer parameters of round %d are in %s", worker.optimizer.round, out / "model")
     return 0
 
 

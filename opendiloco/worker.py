@@ -18,6 +18,7 @@ from opendiloco.card import model_files
 from opendiloco.checkpoint import Checkpoint, CheckpointWriter, copy_to_host
 from opendiloco.diloco import BAD_NUMBERS_CURE, DiLoCo
 from opendiloco.display import Display, evaluation_line, round_line
+from opendiloco.errors import SwarmError
 from opendiloco.evaluator import Evaluator
 from opendiloco.flat import trainable_parameters
 from opendiloco.inner import InnerStepResult, learning_rate
@@ -109,6 +110,7 @@ class Worker:
             on_replace=self._hand_out_parameters,
             leaving=leaving,
         )
+        self._read = self._stream.state_dict()  # how far the text is in the outer parameters
         self._checkpointed = self.optimizer.round
         self._phase_started = time.monotonic()
         self._announce_join(time.monotonic() - started)
@@ -123,7 +125,9 @@ class Worker:
                 self._leave_if_asked()
                 self.step()
             self._evaluator.finish(self._leaving)
-        except Leave:
+        except (Leave, SwarmError) as error:
+            if isinstance(error, SwarmError) and not self._leaving():
+                raise
             reason = "asked to leave"
             self._checkpoint(leaving=True)
         finally:
@@ -175,6 +179,8 @@ class Worker:
         if self._reports:
             outcome = self._reports[-1].outcome
             self._stream.renew(reported=self._swarm.peer_id in outcome.weights)
+            if self._swarm.peer_id in outcome.weights:
+                self._read = self._stream.state_dict()
             self._warn_of_few_shards(outcome.live)
             self._write_rounds()
             if outcome.verdict == "commit":
@@ -262,6 +268,8 @@ class Worker:
         optimizer = self.optimizer
         if self._writer is None or not self._every_rounds or optimizer.round == self._checkpointed:
             return
+        if not optimizer.has_state:
+            return
         if optimizer.round % self._every_rounds and not leaving:
             return
         self._checkpointed = optimizer.round
@@ -273,7 +281,7 @@ class Worker:
                 position=optimizer.position,
                 outer={name: vector.clone() for name, vector in vectors.items() if vector.numel()},
                 inner=copy_to_host(self._replica.steps.state_of(optimizer)),
-                data=self._stream.state_dict(),
+                data=self._read,
                 random=torch.get_rng_state(),
             )
         )

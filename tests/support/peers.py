@@ -136,7 +136,7 @@ class Peer:
             if outcome.verdict == "resync":
                 self.recoveries.append(recovery := await self.process.catch_up())
                 self.position = recovery.position
-                await self.process.begin_phase(False)
+                await self.process.begin_phase(False, 0)
                 break
         return outcomes
 

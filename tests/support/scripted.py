@@ -82,7 +82,7 @@ class Swarm:
         recovery.set_result(replace(found, has_own_work=self.counted, inner_step=self.inner_step))
         return recovery
 
-    def begin_phase(self, *, following: bool) -> None:
+    def begin_phase(self, *, following: bool, steps: int) -> None:
         self.following.append(following)
 
     def wait_for_start(self) -> Future[int]:

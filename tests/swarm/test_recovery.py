@@ -86,7 +86,7 @@ def test_a_joiner_takes_part_in_the_next_round(network: Network, wait_until: Wai
     play_rounds(network, workers, 2)
     newcomer, recovering = join(network, workers)
     newcomer.position = recovering.result(30).position
-    network.run(newcomer.process.begin_phase(False))
+    network.run(newcomer.process.begin_phase(False, 0))
     wait_until(lambda: all(peer.awaits(newcomer) for peer in workers), "the others know where it is")
     play_rounds(network, [*workers, newcomer], 1)
     assert torch.equal(newcomer.vectors["theta"], workers[0].vectors["theta"])

@@ -34,11 +34,12 @@ def train(
     folder: Path,
     *,
     rounds: int | None = None,
+    steps: int | None = None,
     resume: str | None = None,
     contract: Contract = CONTRACT,
     precision: Any = "fp32",
 ) -> list[tuple[int, float]]:
-    """Train alone, until the end or until `rounds` are committed; returns global step and loss of every step."""
+    """Train alone, until the end or until so many rounds or steps are done; returns global step and loss of every step."""
     folder.mkdir(exist_ok=True)
     peer = PeerConfig(
         compute=ComputeConfig(threads=1, precision=precision),
@@ -48,7 +49,10 @@ def train(
     writer = CheckpointWriter(folder / "checkpoints", keep=2)
     checkpoint = load_checkpoint(resume, folder, contract=contract.digest) if resume else None
     workers: list[Worker] = []
-    leaving: Callable[[], bool] = lambda: bool(workers) and workers[0].optimizer.round == rounds  # noqa: E731
+
+    def leaving() -> bool:
+        return bool(workers) and (workers[0].optimizer.round == rounds or workers[0].optimizer.global_step == steps)
+
     with MetricsLog(folder / "metrics.jsonl", "a") as metrics:
         swarm = SimulatedGroup(["a"], get_codec("int8")).member("a")
         workers.append(
@@ -77,6 +81,15 @@ def test_a_worker_that_resumes_has_the_loss_curve_of_one_that_never_stopped(tmp_
     ]
     assert hashes[0] == hashes[1]
     assert [path.name for path in checkpoints(tmp_path / "cut" / "checkpoints")] == ["round-000003", "round-000004"]
+
+
+def test_a_worker_that_left_in_mid_phase_reads_again_what_is_in_no_model(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    cut = train(tmp_path / "cut", steps=8)
+    assert cut == whole[:8]
+    again = train(tmp_path / "cut", resume="latest")[8:]
+    assert [step for step, _ in again] == [6, 7, 8, 9, 10, 11]
+    assert again[0] == whole[6]  # the same batch, from the same parameters
 
 
 def test_the_loss_scale_and_muons_momentum_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,8 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
             "inner.steps=1.5",
             "inner.steps is 1.5 in --set: must be a whole number of inner steps, at least 1, at most 1e+09",
         ),
-        ("inner.lr=nan", "inner.lr is NaN in --set: must be a number, above 0, at most 1000"),
-        ("inner.lr=inf", "inner.lr is Infinity in --set: must be a number, above 0, at most 1000"),
+        ("inner.lr=nan", "inner.lr is NaN in --set: must be a number, above 0"),
+        ("inner.lr=inf", "inner.lr is Infinity in --set: must be a number, above 0"),
         ("outer.codec=int4", 'outer.codec is "int4" in --set: must be one of none, fp16, int8'),
         ("outer.momentum=1", "outer.momentum is 1 in --set: must be a number, at least 0, below 1"),
         (
@@ -151,7 +151,6 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
             f"run.rounds={10**20}",
             f"run.rounds is {10**20} in --set: must be a whole number of outer rounds, at least 1, at most 1e+09",
         ),
-        ("outer.lr=1e308", "outer.lr is 1e+308 in --set: must be a number, above 0, at most 1000"),
         (
             "swarm.host_maddrs=[]",
             'swarm.host_maddrs is [] in --set: must be a list ["A", "B", ...] of at least 1, each an address such as '
@@ -313,7 +312,7 @@ def test_digest_is_the_same_in_another_process_and_field_order() -> None:
 
 
 @given(
-    lr=st.floats(min_value=1e-12, max_value=1e3),
+    lr=st.floats(min_value=1e-12, max_value=1e12),
     steps=st.integers(min_value=1, max_value=10**9),
     grace=st.one_of(st.just("adaptive"), st.floats(min_value=1e-3, max_value=1e6)),
     codec=st.sampled_from(["none", "fp16", "int8"]),

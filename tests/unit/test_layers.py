@@ -9,13 +9,13 @@ import opendiloco
 
 LAYERS = """
 errors section config settings options flat codec ledger rounds evaluation facts card leases
-logs metrics scalars sinks trackers shared guard background leave launcher identity outer phase moments roundlog
-checkpoint hub text tokenizer sequences mixture prefetch reader tokens
+logs metrics scalars sinks trackers shared guard background leave addresses launcher identity outer phase moments
+roundlog checkpoint hub text tokenizer sequences mixture prefetch reader tokens
 presets pretrained trained model generation separation loss compute lossscale optimizers inner precheck
 evaluate harness export ranks replica averager contribution
 membership tally agreement wire connect reducer allreduce lobby donor fetcher recovery presence rendezvous groups
 participation channel network swarm
-bootstrap report schedule loop diloco callback display evaluator worker
+bootstrap report schedule loop standing diloco callback display evaluator worker
 trainer simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}

@@ -17,8 +17,9 @@ from opendiloco.codec import get_codec
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.leave import Leave
 from opendiloco.ledger import Ledger, Reading
+from opendiloco.outer import params_hash
 from opendiloco.report import RoundReport
-from opendiloco.rounds import Position, RoundOutcome, RoundRequest
+from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.simulate import SimulatedGroup
 
 # --- what a round can come to --------------------------------------------------------------------------
@@ -109,12 +110,72 @@ def test_a_worker_that_was_left_behind_goes_where_the_swarm_is(missed: int, coun
         there, theta = Position(missed, "ab" * 32, "", tokens=40), torch.randn_like(before)
         swarm.ahead, swarm.counted = (there, theta), counted
         train(model, optimizer, 1)
-        assert (optimizer.round, optimizer.outer.lineage, optimizer.tokens) == (missed, "ab" * 32, 40)
+        assert (optimizer.round, optimizer.outer.lineage, optimizer.position.tokens) == (missed, "ab" * 32, 40)
         assert torch.equal(swarm.vectors["theta"], theta)
         work = swarm.gradients[0]
         assert torch.equal(flat(list(model.parameters())), theta - work if keeps else theta)
         assert work.abs().max() > 0
         assert [report.outcome.verdict for report in reports] == ["resync"]
+
+
+@pytest.mark.parametrize(("weighting", "weight"), [("uniform", 1.0), ("tokens", 140.0)])
+def test_work_that_came_too_late_counts_in_the_next_round(weighting: str, weight: float) -> None:
+    """Wherever in their phase the others are by then."""
+    model, swarm = linear(), Swarm(RoundOutcome(verdict="resync", reason="the swarm is ahead"))
+    with diloco(model, contract_of(steps=10, weighting=weighting), swarm) as optimizer:
+        for _ in range(14):
+            if optimizer.phase.steps == 9:
+                swarm.ahead, swarm.inner_step = (Position(1, "ab" * 32, "", tokens=40), torch.zeros(18)), 6
+            optimizer.count_tokens(10)
+            train(model, optimizer, 1)
+        assert (optimizer.round, swarm.following) == (2, [False, False])
+        assert swarm.requests[1].weight == weight
+
+
+def test_leaving_while_the_state_is_being_replaced_writes_it_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    class Slow(Swarm):
+        def catch_up(self) -> Future[Recovery]:
+            if not self.gradients:
+                return super().catch_up()
+            self.vectors["theta"][3:] = 7.0  # some of the chunks
+            asked.set()
+            return Future()
+
+    asked = threading.Event()
+    model, swarm = linear(), Slow(RoundOutcome(verdict="resync", reason="the swarm is ahead"))
+    with diloco(model, contract_of(steps=1), swarm, leaving=asked.is_set) as optimizer:
+        with optimizer:
+            assert optimizer.has_state
+            train(model, optimizer, 1)
+            assert (optimizer.is_done, optimizer.has_state) == (True, False)
+        assert not (flat(list(model.parameters())) == 7.0).any()
+    assert "it holds no outer parameters of any round" in caplog.text
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_end_of_the_network_process_is_no_error_for_a_worker_that_is_asked_to_leave(leaves: bool) -> None:
+    model, swarm = linear(), Swarm(SwarmError("the network process of this peer has ended"))
+    with diloco(model, contract_of(steps=1), swarm, leaving=lambda: leaves) as optimizer:
+        theta = optimizer.outer.theta.clone()
+        with pytest.raises(Leave if leaves else SwarmError):
+            train(model, optimizer, 1)
+        assert (optimizer.has_state, torch.equal(optimizer.outer.theta, theta)) == (True, True)
+
+
+def test_a_round_that_nobody_could_be_told_of_is_committed_all_the_same() -> None:
+    class Ended(Swarm):
+        def committed(self, position: Position) -> None:
+            raise SwarmError("the network process of this peer has ended")
+
+        def set_params_hash(self, round: int, params_hash: str) -> None:
+            raise SwarmError("the network process of this peer has ended")
+
+    model, reports = linear(), list[RoundReport]()
+    with diloco(model, contract_of(steps=1), Ended(), on_round=reports.append) as optimizer:
+        with pytest.raises(SwarmError):
+            train(model, optimizer, 1)
+        assert [report.round for report in reports] == [optimizer.round] == [1]
+        assert optimizer.params_hash == params_hash(optimizer.outer)
 
 
 def test_a_swarm_that_comes_into_sight_late_is_caught_up_with_before_the_first_step() -> None:
@@ -204,7 +265,7 @@ def test_a_worker_without_a_vote_trains_on_and_takes_the_round_the_moment_the_ot
         others.set_result(RoundOutcome(verdict="commit", lineage="cd" * 32, **theirs))
         train(model, optimizer, 1)
         assert (optimizer.round, optimizer.phase.steps, optimizer.outer.lineage) == (1, 0, "cd" * 32)
-        assert optimizer.ledger == Ledger().after(theirs["readings"])
+        assert optimizer.position.ledger == Ledger().after(theirs["readings"])
         assert torch.equal(flat(list(model.parameters())), optimizer.outer.theta)
         train(model, optimizer, 10)
         assert swarm.requests[1:] == [RoundRequest(weight=1.0, tokens=10)]
@@ -239,6 +300,7 @@ def test_work_that_is_dropped_in_the_middle_of_a_phase_leaves_what_is_done_after
         optimizer.count_tokens(10)
         train(model, optimizer, 1)
         optimizer.drop_phase("the loss is nan")
+        assert swarm.following == [False, False]  # what is left counts, so the others wait for it
         assert torch.equal(flat(list(model.parameters())), theta)
         for _ in range(2):
             optimizer.count_tokens(10)
