@@ -36,6 +36,7 @@ def train(
     rounds: int | None = None,
     steps: int | None = None,
     resume: str | None = None,
+    every_rounds: int = 1,
     contract: Contract = CONTRACT,
     precision: Any = "fp32",
 ) -> list[tuple[int, float]]:
@@ -43,7 +44,7 @@ def train(
     folder.mkdir(exist_ok=True)
     peer = PeerConfig(
         compute=ComputeConfig(threads=1, precision=precision),
-        checkpoint=CheckpointConfig(every_rounds=1),
+        checkpoint=CheckpointConfig(every_rounds=every_rounds),
         log=LogConfig(every_steps=1),
     )
     writer = CheckpointWriter(folder / "checkpoints", keep=2)
@@ -85,7 +86,7 @@ def test_a_worker_that_resumes_has_the_loss_curve_of_one_that_never_stopped(tmp_
 
 def test_a_worker_that_left_in_mid_phase_reads_again_what_is_in_no_model(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole")
-    cut = train(tmp_path / "cut", steps=8)
+    cut = train(tmp_path / "cut", steps=8, every_rounds=100)
     assert cut == whole[:8]
     again = train(tmp_path / "cut", resume="latest")[8:]
     assert [step for step, _ in again] == [6, 7, 8, 9, 10, 11]
