@@ -21,6 +21,7 @@ from torch import Tensor
 
 from opendiloco.codec import Codec, CodecError
 from opendiloco.ledger import Reading
+from opendiloco.pace import Pace
 from opendiloco.reducer import Reducer
 from opendiloco.rounds import Part, Verdict, plan_parts, verdict
 from opendiloco.wire import FrameKind, Stream, WireError
@@ -120,6 +121,8 @@ class AllReduce:
         self._reducer = Reducer(
             self._plan[self._me], weights, self._me, codec=codec, accept=self._accept, silence_s=silence_s
         )
+        totals = {index: self._wire_bytes(index) for index in range(len(self._plan)) if index != self._me}
+        self._pace = Pace(totals if self._votes else {})
         self._results: dict[Part, tuple[memoryview, bytes]] = {}
         self._failures: dict[int, str] = {}
         self._is_over = False
@@ -138,7 +141,7 @@ class AllReduce:
                     tasks.create_task(self._exchange(index)).add_done_callback(partial(_strike_off, waiting, index))
             await self._reducer.wait_until_served(LINGER_S)  # for the count of bytes
         except TimeoutError:
-            for index in waiting:
+            for index in waiting | self._reducer.missing:
                 self._failures.setdefault(index, f"not done after {self._limit_s:g} s")
         finally:
             self._is_over = True
@@ -156,6 +159,7 @@ class AllReduce:
             stream = await self._connect(self.group.members[reducer].peer)
         except WireError as error:
             self._failures.setdefault(reducer, str(error))
+            self._pace.leave(reducer)
             return
         self._streams.append(stream)
         sending = asyncio.create_task(self._send(reducer, stream))
@@ -166,6 +170,7 @@ class AllReduce:
         except (WireError, CodecError) as error:
             self._failures.setdefault(reducer, str(error))
         finally:
+            self._pace.leave(reducer)
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError, WireError):
                 await sending
@@ -174,7 +179,9 @@ class AllReduce:
     async def _send(self, reducer: int, stream: Stream) -> None:
         await stream.send(FrameKind.GROUP, self.group.id)
         for part in self._plan[reducer] if self._votes else ():
-            await stream.send(FrameKind.PART, memoryview(self._own(part).numpy().data))
+            values = memoryview(self._own(part).numpy().data)
+            await self._pace.turn(reducer, len(values))
+            await stream.send(FrameKind.PART, values)
 
     def _own(self, part: Part) -> Tensor:
         return self._codec.cut(self._values, self._average.numel(), slice(part.start, part.stop))
@@ -187,6 +194,8 @@ class AllReduce:
             if kind == FrameKind.AVERAGE:
                 return memoryview(payload)[:size], bytes(payload[size:])
             if kind == FrameKind.ARRIVED:
+                self._pace.arrived(reducer)
+            if kind == FrameKind.ARRIVED and self._pace.is_done(reducer):
                 self._arrived_s.setdefault(reducer, time.monotonic() - self._started)
 
     def _accept(self, part: Part, encoded: memoryview, mask: bytes) -> None:
@@ -229,9 +238,12 @@ class AllReduce:
         if not self._arrived_s:
             return None
         half_s = statistics.median_high(self._arrived_s.values())
-        parts = [part for index, at_s in self._arrived_s.items() if at_s <= half_s for part in self._plan[index]]
-        size = sum(self._codec.wire_bytes(part.size) for part in parts)
+        size = sum(self._wire_bytes(index) for index, at_s in self._arrived_s.items() if at_s <= half_s)
         return size / max(half_s, 1e-6) if size >= MIN_MEASURED_BYTES else None
+
+    def _wire_bytes(self, reducer: int) -> int:
+        """Of this member's values for one reducer."""
+        return sum(self._codec.wire_bytes(part.size) for part in self._plan[reducer])
 
     def _contributors(self, mask: bytes) -> frozenset[str]:
         bits = int.from_bytes(mask, "little")

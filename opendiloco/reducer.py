@@ -61,6 +61,8 @@ class Reducer:
         self._first = parts[0].start if parts else 0
         self._sums = torch.zeros(sum(part.size for part in parts), dtype=torch.float32)
         self._scratch = torch.empty(max((part.size for part in parts), default=0), dtype=torch.float32)
+        self._arrived = dict.fromkeys(others, 0)  # parts of each member
+        self._news = {member: asyncio.Event() for member in others}  # for whoever answers it
         self._seen: set[int] = set()  # members that opened their stream
         self._unserved = others if parts else set()
         self._all_seen, self._all_served = asyncio.Event(), asyncio.Event()  # of the voters
@@ -79,6 +81,11 @@ class Reducer:
             await self._drop_absent_voters()
         await asyncio.gather(*(reduction.done.wait() for reduction in self._reductions))
         self._sums = self._scratch = torch.empty(0)
+
+    @property
+    def missing(self) -> set[int]:
+        """Members whose values are still to come."""
+        return set().union(*(reduction.waiting for reduction in self._reductions))
 
     def release(self) -> None:
         """Hand over no more parts; others are served on. Their memory must not wait for the cycle collector."""
@@ -129,17 +136,25 @@ class Reducer:
             self._add(sender, reduction, torch.frombuffer(frame[1], dtype=torch.uint8))
             reduction.waiting.discard(sender)
             reduction.contributors.add(sender)
+            self._arrived[sender] += 1
+            self._news[sender].set()
             self._finish_if_complete(reduction)
-        if sender in self._voters:
-            await stream.send(FrameKind.ARRIVED)
         return confirmed
 
     async def _answer(self, sender: int, stream: Stream) -> None:
-        """Send the averages; who brings no values gets them last, and does not slow the others down."""
+        """Say what has arrived, and send the averages; who brings no values gets them last, and slows nobody down."""
         if sender not in self._voters:
             await self._wait(self._all_served, stream)
+        said, news = 0, self._news[sender]
         for reduction in self._reductions:
-            await self._wait(reduction.done, stream)
+            while True:
+                news.clear()
+                while said < self._arrived[sender]:
+                    await stream.send(FrameKind.ARRIVED)
+                    said += 1
+                if reduction.done.is_set():
+                    break
+                await self._wait(news, stream)
             if reduction.payload is None:
                 raise WireError("the average is not finite")
             await stream.send(FrameKind.AVERAGE, *reduction.payload)
@@ -192,6 +207,8 @@ class Reducer:
             reduction.payload = encoded, mask.to_bytes((len(self._weights) + 7) // 8, "little")
             self._accept(reduction.part, *reduction.payload)
         reduction.done.set()
+        for news in self._news.values():
+            news.set()
 
     def _sum_of(self, reduction: _Reduction) -> Tensor:
         return self._sums[reduction.part.start - self._first : reduction.part.stop - self._first]

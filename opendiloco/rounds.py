@@ -17,7 +17,9 @@ from opendiloco.ledger import Ledger, Reading
 
 Verdict = Literal["commit", "retry", "skip", "resync"]
 
-PART_VALUES = 256 * 1024  # values per part: 256 KB as int8, a tenth of a second at 20 Mbit/s
+PART_VALUES = 256 * 1024  # most values of a part: 256 KB as int8, a tenth of a second at 20 Mbit/s
+MIN_PART_VALUES = 16 * 1024
+PARTS_OF_A_SLICE = 16  # at least, as far as MIN_PART_VALUES allows: the last one's average is all that has to wait
 SLOW_SHARE = 0.5  # of the group's usual bandwidth: a peer with less reduces nothing
 MIN_GRACE_S = 5.0
 GRACE_SHARE = 0.5  # of an inner phase
@@ -228,9 +230,15 @@ def plan_parts(numel: int, shares: Sequence[float], *, alignment: int) -> tuple[
         last = not any(shares[index + 1 :])
         stop = numel if last else min(numel, round(numel * reached / total / alignment) * alignment)
         stop = max(stop, start) if share > 0 else start
-        plan.append(tuple(Part(at, min(at + PART_VALUES, stop)) for at in range(start, stop, PART_VALUES)))
+        size = _part_values(stop - start, alignment)
+        plan.append(tuple(Part(at, min(at + size, stop)) for at in range(start, stop, size)))
         start = stop
     return tuple(plan)
+
+
+def _part_values(slice_values: int, alignment: int) -> int:
+    share = -(-slice_values // (PARTS_OF_A_SLICE * alignment)) * alignment
+    return min(PART_VALUES, max(MIN_PART_VALUES, share))
 
 
 def time_limit_s(size: int) -> float:

@@ -33,7 +33,8 @@ class FrameKind(IntEnum):
     """Sender to reducer: one more average has arrived. Only then may the reducer close the stream: one that is closed
     while data is on its way loses the end of it."""
     ARRIVED = 6
-    """Reducer to sender: all of its values are there. The sender cannot tell: buffers on the way take them at once."""
+    """Reducer to sender: one more part of its values is there. The sender cannot tell: buffers on the way take it at
+    once."""
     REQUEST = 7
     """Asker to donor: what is wanted (JSON)."""
     HEADER = 8

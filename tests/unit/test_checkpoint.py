@@ -40,7 +40,7 @@ def train(
     contract: Contract = CONTRACT,
     precision: Any = "fp32",
 ) -> list[tuple[int, float]]:
-    """Train alone, until the end or until so many rounds or steps are done; returns global step and loss of every step."""
+    """Train alone, until the end or until so many rounds or steps are done; returns step and loss of all steps."""
     folder.mkdir(exist_ok=True)
     peer = PeerConfig(
         compute=ComputeConfig(threads=1, precision=precision),
