@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"rounds meanwhile take {result['ratio']:.2f} times as long as before ({result['round_s']:.1f} s)")
     growth = (result["peak_growth_bytes"]["network"] - result["state_bytes"]) / 1e6
     print(f"donors' network processes had {growth:+.1f} MB at peak beyond the shared state, which they then have read")
-    return 0 if result["ratio"] <= BAR else 1
+    return 0 if options.quick or result["ratio"] <= BAR else 1
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_lines(options.out, [record])
     print(f"survivors had committed after {record['median_s']:.1f} s (median), {record['worst_s']:.1f} s at worst")
     print(f"{within} of {options.trials} within {BAR_S:g} s")
-    return 0 if within == options.trials else 1
+    return 0 if options.quick or within == options.trials else 1
 
 
 if __name__ == "__main__":
