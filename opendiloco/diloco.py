@@ -163,7 +163,7 @@ class DiLoCo(LoopOptimizer):
         if self._dropped > self._contract.rounds.max_retries:
             raise OpendilocoError(f"{reason}, {self._dropped} times and no useful round between: {BAD_NUMBERS_CURE}")
         self._contribution.restart()
-        self._on_replace(True)
+        self._on_replace(not self.inner.state)  # which was cleared, or stays as it is
         self.phase.drop()
         self._swarm.begin_phase(following=self.phase.weight == 0)
 

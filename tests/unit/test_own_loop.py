@@ -189,6 +189,21 @@ def test_moments_that_saw_bad_numbers_go_with_them() -> None:
         assert bool(torch.isfinite(optimizer.outer.theta).all())
 
 
+def test_other_processes_get_the_optimizers_state_only_when_it_has_changed() -> None:
+    model, replaced = linear(), list[bool]()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with DiLoCo(inner, model, alone(), contract_of(), on_replace=replaced.append) as optimizer:
+        train(model, optimizer)
+        optimizer.drop_phase("bad numbers that no step was made with")
+        assert replaced == [False]
+        assert inner.state
+        train(model, optimizer)
+        with torch.no_grad():
+            model.weight.fill_(math.nan)
+        train(model, optimizer, H - 2)
+        assert replaced == [False, True]
+
+
 def test_peers_have_seeds_of_their_own() -> None:
     seeds = {peer_seed(f"peer {number}") for number in range(100)}
     assert len(seeds) == 100
