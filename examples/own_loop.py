@@ -27,9 +27,9 @@ text = torch.tensor(list(Path(logging.__file__).read_bytes()))  # your own data 
 sequences = text[: len(text) // 64 * 64].view(-1, 64)
 
 with Swarm.join(SwarmConfig(peers=peers), folder) as swarm:
-    order = torch.Generator().manual_seed(swarm.seed)  # every worker reads in an order of its own
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with DiLoCo(adamw, model, swarm, contract) as optimizer:
+        order = torch.Generator().manual_seed(optimizer.seed)  # an order of this worker's own, another after a restart
         optimizer.drive(get_cosine_schedule_with_warmup(optimizer, 5, optimizer.total_steps))
         while not optimizer.is_done:
             batch = sequences[torch.randint(len(sequences), (8,), generator=order)]

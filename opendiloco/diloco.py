@@ -27,6 +27,7 @@ from opendiloco.config import Contract
 from opendiloco.contribution import Contribution
 from opendiloco.errors import OpendilocoError, SwarmError
 from opendiloco.flat import FlatLayout, check_parameters, gather, replica_digest, trainable_parameters, unwrapped
+from opendiloco.identity import peer_seed
 from opendiloco.leave import Leave, every, wait_for
 from opendiloco.ledger import Ledger, Reading
 from opendiloco.loop import LoopOptimizer
@@ -114,6 +115,7 @@ class DiLoCo(LoopOptimizer):
                 self.workers = self._wait(swarm.wait_for_start())
             if not self.recovery.is_mid_phase:  # it begins now, however long this worker has waited for the others
                 self.phase.begin()
+            self.seed = peer_seed(swarm.peer_id, round=self.round)  # what to shuffle by from here on
         except BaseException:
             self.finish()
             raise

@@ -211,6 +211,19 @@ def test_peers_have_seeds_of_their_own() -> None:
     assert peer_seed("peer 0") == peer_seed("peer 0")
 
 
+def test_a_worker_that_starts_again_has_another_seed_once_a_round_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seed(joined: int) -> int:
+        model, swarm = linear(), alone()
+        stand_at(swarm, Position(joined, "ab" * 32, "", tokens=40), monkeypatch)
+        with diloco(model, swarm) as optimizer:
+            seed = optimizer.seed
+            train(model, optimizer, H)
+            assert optimizer.seed == seed
+        return seed
+
+    assert seed(1) == seed(1) != seed(2)
+
+
 # --- the learning rate ---------------------------------------------------------------------------------
 
 
