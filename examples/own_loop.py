@@ -17,7 +17,7 @@ if len(sys.argv) < 3 or not sys.argv[2].isdecimal() or int(sys.argv[2]) < 1:
     sys.exit(print("usage: own_loop.py FOLDER WORKERS [ADDRESS ...]", file=sys.stderr) or 2)
 folder, workers, peers = Path(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])  # no peers: a new swarm
 logging.basicConfig(level=logging.INFO, format="%(message)s")  # a line for every round
-contract = Contract(  # equal on all workers; `inner` and `model` say nothing here but H
+contract = Contract(  # equal on all workers; `model`, `data` and most of `inner` say nothing here
     run=RunConfig(id="own-loop", rounds=4), inner=InnerConfig(steps=5), rounds=RoundsConfig(start_peers=workers)
 )
 torch.manual_seed(0)  # all workers start from the same parameters, which is checked: yours are from_pretrained(...)

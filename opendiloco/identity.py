@@ -131,8 +131,8 @@ def peer_id_of(public_key: bytes) -> str:
 def peer_seed(peer_id: str, *, round: int = 0) -> int:
     """A seed of this peer's own, below 2**32, where it enters a run at `round`.
 
-    Other peers have others. Work that was done before a restart in the same round counted nowhere, so the same seed
-    is right then; after that the peer must not read again what it has been through.
+    Other peers have others. A peer that starts again in the same round has the same one: what it did before counted
+    nowhere. In a later round it has another, so that it does not begin the order again that it has trained on.
     """
     return int.from_bytes(blake3(f"{peer_id} {round}".encode()).digest(4), "little")
 
