@@ -24,10 +24,10 @@ accelerator = Accelerator(gradient_accumulation_steps=2)
 torch.manual_seed(0)  # all workers start from the same parameters, which is checked: yours are from_pretrained(...)
 config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(config)
-data = torch.tensor(list(Path(logging.__file__).read_bytes())).split(64)[:-1]  # your own data set goes here
+ids = torch.tensor(list(Path(logging.__file__).read_bytes())).split(64)[:-1]  # your own data set goes here
 with Swarm.join(SwarmConfig(peers=peers), folder) as swarm:
-    loader = torch.utils.data.DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(swarm.seed))
     with DiLoCo(torch.optim.AdamW(model.parameters(), lr=1e-3), model, swarm, contract) as diloco:
+        loader = torch.utils.data.DataLoader(ids, 4, shuffle=True, generator=torch.Generator().manual_seed(diloco.seed))
         model, optimizer, loader = accelerator.prepare(model, diloco, loader)
         batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
         while not diloco.is_done:

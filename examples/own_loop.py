@@ -17,7 +17,7 @@ if len(sys.argv) < 3 or not sys.argv[2].isdecimal() or int(sys.argv[2]) < 1:
     sys.exit(print("usage: own_loop.py FOLDER WORKERS [ADDRESS ...]", file=sys.stderr) or 2)
 folder, workers, peers = Path(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])  # no peers: a new swarm
 logging.basicConfig(level=logging.INFO, format="%(message)s")  # a line for every round
-contract = Contract(  # equal on all workers; `inner` and `model` say nothing here but H
+contract = Contract(  # equal on all workers; `model`, `data` and most of `inner` say nothing here
     run=RunConfig(id="own-loop", rounds=4), inner=InnerConfig(steps=5), rounds=RoundsConfig(start_peers=workers)
 )
 torch.manual_seed(0)  # all workers start from the same parameters, which is checked: yours are from_pretrained(...)
@@ -27,9 +27,9 @@ text = torch.tensor(list(Path(logging.__file__).read_bytes()))  # your own data 
 sequences = text[: len(text) // 64 * 64].view(-1, 64)
 
 with Swarm.join(SwarmConfig(peers=peers), folder) as swarm:
-    order = torch.Generator().manual_seed(swarm.seed)  # every worker reads in an order of its own
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with DiLoCo(adamw, model, swarm, contract) as optimizer:
+        order = torch.Generator().manual_seed(optimizer.seed)  # an order of this worker's own, another after a restart
         optimizer.drive(get_cosine_schedule_with_warmup(optimizer, 5, optimizer.total_steps))
         while not optimizer.is_done:
             batch = sequences[torch.randint(len(sequences), (8,), generator=order)]

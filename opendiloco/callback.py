@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ from opendiloco.averager import Averager
 from opendiloco.config import Contract
 from opendiloco.diloco import DiLoCo
 from opendiloco.errors import SettingsError
-from opendiloco.identity import peer_seed
 from opendiloco.report import RoundReport
 from opendiloco.schedule import align
 
-WITHOUT_END = 1000  # times the nominal steps: rounds of fixed length end with their time, not with a step
+SLACK = 2
+"""Times the run's steps, for which the trainer plans epochs: steps that count nowhere come on top (what fp16's scaler
+skips, what is dropped or too late)."""
+WITHOUT_END = 1000
+"""The same where rounds have a fixed length: they end with their time, not with a step."""
+_SEED = "opendiloco"  # its key in a checkpoint's trainer_state.json
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +31,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     """Puts a trainer's optimizer into DiLoCo, and keeps its schedule, checkpoints and end those of the run.
 
     Make it once the trainer is as it shall be, add it with `trainer.add_callback`, then call `trainer.train()`. One
-    step of the trainer's optimizer is one inner step, however many batches it accumulates. `max_steps` becomes the
-    run's inner steps. Checkpoints and evaluations that fall due within an inner phase come at its end, when the model
-    holds the outer parameters. Every round is a line of the trainer's log.
+    step of the trainer's optimizer is one inner step, however many batches it accumulates. `max_steps` is not used: the
+    run's last round ends the training. Checkpoints and evaluations that fall due within an inner phase come at its end,
+    when the model holds the outer parameters. Every round is a line of the trainer's log.
     """
 
     def __init__(self, trainer: Any, swarm: Averager, contract: Contract) -> None:
@@ -46,12 +51,12 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._reports: list[RoundReport] = []
         self._due: set[str] = set()
         self._counted, self._rounds = 0, contract.run.rounds
-        torch.manual_seed(peer_seed(swarm.peer_id))  # what the trainer shuffles its data by
         self.optimizer = DiLoCo(
             trainer.create_optimizer(), trainer.model, swarm, contract, on_round=self._reports.append
         ).__enter__()
         trainer.optimizer = self.optimizer
-        args.max_steps = self.optimizer.total_steps * (1 if contract.rounds.deadline == "adaptive" else WITHOUT_END)
+        torch.manual_seed(self.optimizer.seed)  # what the trainer shuffles its data by
+        self._plan(args, SLACK if contract.rounds.deadline == "adaptive" else WITHOUT_END)
         if contract.outer.weighting == "tokens" and args.include_num_input_tokens_seen in (False, "no"):
             args.include_num_input_tokens_seen = "all"
 
@@ -74,7 +79,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
                 "the checkpoint's model with from_pretrained"
             )
         self._counted = state.num_input_tokens_seen
-        if self._makes_schedule and state.max_steps != self.optimizer.total_steps:
+        self._show_steps_left(state)
+        self._shuffle_as_before(state, kwargs.get("train_dataloader"))
+        if self._makes_schedule:
             self._trainer.lr_scheduler = None  # the trainer has made one for the steps that it believes in
             self._trainer.create_scheduler(num_training_steps=self.optimizer.total_steps)
         align(self._trainer.lr_scheduler, self.optimizer.global_step)
@@ -115,9 +122,37 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         if not args.load_best_model_at_end:
             self.optimizer.write_outer_parameters()
 
+    def _plan(self, args: Any, slack: int) -> None:
+        """Have the trainer go on until the run ends; shares of max_steps stay shares of the run's steps."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            steps = getattr(args, name)
+            if steps is not None and 0 < steps < 1:
+                setattr(args, name, math.ceil(self.optimizer.total_steps * steps))
+        args.max_steps = self.optimizer.total_steps * slack
+
+    def _show_steps_left(self, state: Any) -> None:
+        """The trainer's progress bar is drawn already, for max_steps."""
+        for callback in self._trainer.callback_handler.callbacks:
+            if (bar := getattr(callback, "training_bar", None)) is not None:
+                bar.total = state.global_step + self.optimizer.total_steps - self.optimizer.global_step
+                bar.refresh()
+
+    def _shuffle_as_before(self, state: Any, loader: Any) -> None:
+        """A checkpoint's place in the data is one in the order of the worker that began to write them."""
+        seed = state.stateful_callbacks.setdefault(_SEED, {"seed": self.optimizer.seed})["seed"]
+        if seed == self.optimizer.seed:
+            return
+        torch.manual_seed(seed)
+        sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+        if hasattr(sampler, "initial_seed"):  # accelerate's, which keeps the seed of its beginning
+            sampler.initial_seed = seed
+
     def _postpone(self, control: Any) -> None:
-        """Take what is due within a phase back until its end."""
+        """Take what is due within a phase back until its end; nobody who leaves waits for an evaluation."""
         self._due |= {name for name in ("should_save", "should_evaluate") if getattr(control, name)}
+        if self.optimizer.has_left:
+            self._due.discard("should_evaluate")
+            control.should_evaluate = False
         is_between_rounds = self.optimizer.phase.steps_done == 0 or control.should_training_stop
         for name in self._due:
             setattr(control, name, is_between_rounds)

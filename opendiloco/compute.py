@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from opendiloco.config import ComputeConfig, Precision
 from opendiloco.errors import SettingsError
 from opendiloco.loss import causal_lm_loss
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "ALLOC_FAILED")
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+_GLOO = ("gloo/transport/", "gloo/rendezvous/")  # where its errors say they come from
+_OWN_NCCL_ERRORS = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError")
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +51,8 @@ def move_model(model: nn.Module, device: torch.device, *, name: str) -> None:
     Raises:
         SettingsError: it does not fit there; `name` is its model.name.
     """
-    try:
+    with out_of_memory(lambda: f"out of memory: model.name {name} does not fit on {device}: use a smaller model"):
         model.to(device)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise SettingsError(f"out of memory: model.name {name} does not fit on {device}: use a smaller model") from None
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
@@ -78,7 +76,7 @@ class CompiledLoss:
 
     def give_up(self, error: Exception) -> bool:
         """After an error of forward or backward: whether the plain loss is worth a try, which is used from now on."""
-        if not self.is_compiled or is_out_of_memory(error):
+        if not self.is_compiled or is_out_of_memory(error) or is_lost_process(error):
             return False
         reason = (str(error).strip().splitlines() or [""])[0][:200]
         logger.warning(
@@ -116,9 +114,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
+def is_lost_process(error: BaseException) -> bool:
+    """Whether torch could not reach another process of this worker: all other errors are of this process."""
+    if is_out_of_memory(error):
+        return False
+    if isinstance(error, distributed.DistError):
+        return not any(sign in str(error) for sign in _OWN_NCCL_ERRORS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _GLOO)
+
+
 @contextmanager
-def memory_cure(tokens: Tensor, compute: ComputeConfig) -> Iterator[None]:
-    """Say what to change when memory runs out in the block, which trains on `tokens`: [batch, seq_len].
+def out_of_memory(line: Callable[[], str]) -> Iterator[None]:
+    """Say `line` when memory runs out in the block.
 
     Raises:
         SettingsError: it did.
@@ -128,18 +135,31 @@ def memory_cure(tokens: Tensor, compute: ComputeConfig) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise SettingsError(_memory_line(len(tokens), tokens.shape[1], compute)) from None
+        raise SettingsError(line()) from None
 
 
-def _memory_line(batch: int, seq_len: int, compute: ComputeConfig) -> str:
+def memory_cure(tokens: Tensor, compute: ComputeConfig, *, trains: bool = True) -> AbstractContextManager[None]:
+    """Say what to change when memory runs out in the block.
+
+    Args:
+        tokens: [batch, seq_len], what this process computes.
+        trains: whether it also keeps activations, for a backward pass.
+
+    Raises:
+        SettingsError: it did.
+    """
+    return out_of_memory(lambda: _memory_line(len(tokens), tokens.shape[1], compute, trains=trains))
+
+
+def _memory_line(batch: int, seq_len: int, compute: ComputeConfig, *, trains: bool) -> str:
     used = min(compute.micro_batch_size or batch, batch)
     size = f"compute.micro_batch_size is {compute.micro_batch_size}"
     if used > 1:
-        whole = "" if compute.micro_batch_size else f", the whole batch of {batch}"
+        whole = f", all {batch} sequences at once" if used == batch else ""
         return (
             f"out of memory: {size}{whole}, with {seq_len} tokens a sequence: try compute.micro_batch_size={used // 2}"
         )
-    cures = [] if compute.checkpoint_activations else ["compute.checkpoint_activations=true"]
+    cures = ["compute.checkpoint_activations=true"] if trains and not compute.checkpoint_activations else []
     cures += ["compute.precision=bf16"] if compute.precision == "fp32" else []
     cures += [f"a run with data.seq_len below {seq_len} or a smaller model"]
     return f"out of memory with one sequence at a time ({size}): try {', or '.join(cures)}"

@@ -36,7 +36,8 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     name: str = "tiny"
-    """Preset (tiny, 14m, 60m, 150m, 400m, 1b) or hf:NAME_OR_PATH of a causal language model."""
+    """Preset (tiny, 14m, 60m, 150m, 400m, 1b) or hf:NAME_OR_PATH of a causal language model that transformers knows
+    without code from the hub."""
     start: str = ""
     """What the parameters start from. Empty: an hf: model's own weights, seeded random values for a preset. random:
     seeded random values. Otherwise a folder (such as OUT/model of an earlier run) or hub name with weights that fit."""
@@ -47,7 +48,8 @@ class ModelConfig(Section):
     lora_alpha: Annotated[int, Field(ge=1, le=65536)] = 16
     """Adapters count lora_alpha / lora_rank times."""
     lora_targets: tuple[str, ...] = ()
-    """Linear layers that get adapters, such as ["q_proj", "v_proj"]; none named: all but the output head."""
+    """Linear layers that get adapters, such as ["q_proj", "v_proj"] (GPT-2: ["c_attn"]); none named: all but the
+    output head."""
 
     @model_validator(mode="after")
     def _adapters_freeze_the_model_by_themselves(self) -> Self:
@@ -266,7 +268,8 @@ class ComputeConfig(Section):
     precision: Precision = "fp32"
     """Precision of forward and backward (autocast); parameters stay fp32. fp16 scales the loss by itself."""
     micro_batch_size: Annotated[int, Field(ge=0, le=10**9), Unit("sequences")] = 0
-    """Sequences per forward pass; gradients accumulate up to inner.batch_size. 0: the whole batch."""
+    """Sequences per forward pass; gradients accumulate up to inner.batch_size. 0: the whole batch, or all of the share
+    that a process has of it (torchrun). eval: 8."""
     compile: bool = False
     """Compile the training pass with torch.compile, before the first round; without it where that fails."""
     checkpoint_activations: bool = False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opendiloco.codec import Codec
+from opendiloco.compute import out_of_memory
 from opendiloco.flat import scatter, write_pseudo_gradient
 
 
@@ -23,11 +24,13 @@ class Contribution:
         Args:
             theta: fp32 [N] on the host, the outer parameters; used as it is, and copied to another device only.
             out: uint8 [wire_bytes(N)] on the host, takes the encoded pseudo-gradient.
+
+        Raises:
+            SettingsError: there is no room for two vectors of theta's size.
         """
         self._parameters, self._codec, self._theta, self._out = parameters, codec, theta, out
-        device = parameters[0].device if parameters else theta.device
-        self._gradient = torch.empty(theta.numel(), device=device)
-        self._anchor = theta if device == theta.device else theta.to(device)
+        self._anchor, self._gradient = theta, torch.empty(0)
+        self._follow()
 
     def restart(self, *, keep_work: bool = False) -> None:
         """Set the parameters to theta, which has changed.
@@ -35,6 +38,7 @@ class Contribution:
         Args:
             keep_work: with the pseudo-gradient measured last on top.
         """
+        self._follow()
         if self._anchor is not self._theta:
             self._anchor.copy_(self._theta)
         if keep_work:
@@ -43,6 +47,7 @@ class Contribution:
 
     def measure(self) -> float:
         """theta - theta_i; returns its norm."""
+        self._follow()
         write_pseudo_gradient(self._anchor, self._parameters, self._gradient)
         return float(torch.linalg.vector_norm(self._gradient))
 
@@ -56,3 +61,22 @@ class Contribution:
         encoded = self._codec.encode(self._gradient, self._out if on_host else None)
         if not on_host:
             self._out.copy_(encoded)
+
+    def _follow(self) -> None:
+        """Have the vectors where the parameters are, which somebody may have moved: accelerate does so late."""
+        theta, parameters = self._theta, self._parameters
+        device = parameters[0].device if parameters else theta.device
+        if self._gradient.numel() == theta.numel() and self._gradient.device == device:
+            return
+        copies = 1 if device == theta.device else 2
+        size = f"{copies * theta.nbytes / 1e9:.2f} GB"
+        cure = "use a smaller model, or train less of it (frozen parameters, adapters)"
+        with out_of_memory(
+            lambda: (
+                f"out of memory: DiLoCo needs {size} on {device} beside the model and its optimizer, for {copies} "
+                f"fp32 copies of the {theta.numel()} trained parameters: {cure}"
+            )
+        ):
+            measured, self._gradient = self._gradient, torch.empty_like(theta, device=device)
+            self._gradient[: measured.numel()] = measured
+            self._anchor = theta if device == theta.device else theta.to(device)

@@ -25,6 +25,7 @@ from opendiloco.config import Contract
 from opendiloco.contribution import Contribution
 from opendiloco.errors import OpendilocoError, SwarmError
 from opendiloco.flat import FlatLayout, check_parameters, gather, replica_digest, trainable_parameters, unwrapped
+from opendiloco.identity import peer_seed
 from opendiloco.leave import Leave, every, wait_for
 from opendiloco.ledger import Reading
 from opendiloco.loop import LoopOptimizer
@@ -105,6 +106,7 @@ class DiLoCo(LoopOptimizer):
                 self.workers = self._wait(swarm.wait_for_start())
             if not self.recovery.is_mid_phase:  # it begins now, however long this worker has waited for the others
                 self.phase.begin()
+            self.seed = peer_seed(swarm.peer_id, round=self.round)  # what to shuffle by from here on
         except BaseException:
             self.finish()
             raise
@@ -159,7 +161,7 @@ class DiLoCo(LoopOptimizer):
         if self._dropped > self._contract.rounds.max_retries:
             raise OpendilocoError(f"{reason}, {self._dropped} times and no useful round between: {BAD_NUMBERS_CURE}")
         self._contribution.restart()
-        self._on_replace(True)
+        self._on_replace(not self.inner.state)  # which was cleared, or stays as it is
         self.phase.drop()
         self._begin_phase()
 

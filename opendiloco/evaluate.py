@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opendiloco.compute import autocast, choose_device
+from opendiloco.compute import autocast, choose_device, memory_cure, move_model
 from opendiloco.config import ComputeConfig, DataConfig, Precision
 from opendiloco.generation import generate_text
 from opendiloco.loss import causal_lm_loss
+from opendiloco.mixture import check_sources
 from opendiloco.model import load_model
+from opendiloco.pretrained import check_fits
 from opendiloco.separation import check_separation, has_target
 from opendiloco.tokens import validation_batches
 
-EVAL_BATCH_SIZE = 8
+EVAL_BATCH_SIZE = 8  # where compute.micro_batch_size says nothing
 
 
 @torch.no_grad()
@@ -53,14 +55,22 @@ def validation_loss(
 
 
 def run_eval(model_dir: Path, data: DataConfig, *, compute: ComputeConfig) -> int:
-    """Print validation loss and perplexity of a saved model on the held-out part of `data`."""
+    """Print validation loss and perplexity of a saved model on the held-out part of `data`.
+
+    Raises:
+        SettingsError: the model, the data or the device cannot be had, do not fit each other, or memory runs out.
+    """
+    check_sources(data)
+    device, name = choose_device(compute), str(model_dir)
     model, tokenizer = load_model(model_dir)
-    model.to(choose_device(compute))
-    batches = validation_batches(data, tokenizer, batch_size=EVAL_BATCH_SIZE)
+    check_fits(model.config, name, vocab_size=tokenizer.vocab_size, seq_len=data.seq_len)
+    move_model(model, device, name=name)
+    batches = validation_batches(data, tokenizer, batch_size=compute.micro_batch_size or EVAL_BATCH_SIZE)
     end_id = tokenizer.end_id if data.separate_documents else None
     if end_id is not None:
-        check_separation(model, end_id, name=str(model_dir))
-    loss, tokens = validation_loss(model, batches, precision=compute.precision, end_id=end_id)
+        check_separation(model, end_id, name=name)
+    with memory_cure(batches[0], compute, trains=False):
+        loss, tokens = validation_loss(model, batches, precision=compute.precision, end_id=end_id)
     print(f"validation loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f} | {tokens} tokens")
     return 0
 

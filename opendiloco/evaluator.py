@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from opendiloco.averager import Averager
 from opendiloco.compute import memory_cure
@@ -52,7 +52,9 @@ class Evaluator:
             report: gets this worker's numbers and, where several workers share the work, their sum.
         """
         self._config, self._last_round = contract.evaluation, contract.run.rounds
-        self._sequences, self._batch_size = torch.cat(list(batches)), compute.micro_batch_size or len(batches[0])
+        processes = distributed.get_world_size() if distributed.is_initialized() else 1  # this one evaluates alone
+        self._sequences = torch.cat(list(batches))
+        self._batch_size = compute.micro_batch_size or max(1, len(batches[0]) // processes)
         self._targets = has_target(self._sequences, end_id).sum(dim=1)  # of each sequence
         self._swarm, self._compute, self._end_id, self._report = swarm, compute, end_id, report
         self._pending: list[_Pending] = []
@@ -72,7 +74,7 @@ class Evaluator:
         if share is None or not share.count(count):
             return
         batches = torch.split(self._sequences[share.of_sequences(count)], self._batch_size)
-        with memory_cure(batches[0], self._compute):
+        with memory_cure(batches[0], self._compute, trains=False):
             loss, tokens = validation_loss(
                 model, batches, precision=self._compute.precision, end_id=self._end_id, between=between
             )

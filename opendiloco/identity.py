@@ -128,9 +128,13 @@ def peer_id_of(public_key: bytes) -> str:
     return base58.b58encode(multihash).decode()
 
 
-def peer_seed(peer_id: str) -> int:
-    """A seed of this peer's own, below 2**32: the same at every start, and other peers have others."""
-    return int.from_bytes(blake3(peer_id.encode()).digest(4), "little")
+def peer_seed(peer_id: str, *, round: int = 0) -> int:
+    """A seed of this peer's own, below 2**32, where it enters a run at `round`.
+
+    Other peers have others. A peer that starts again in the same round has the same one: what it did before counted
+    nowhere. In a later round it has another, so that it does not begin the order again that it has trained on.
+    """
+    return int.from_bytes(blake3(f"{peer_id} {round}".encode()).digest(4), "little")
 
 
 def _new_key() -> bytes:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from opendiloco.compute import CompiledLoss, Loss, autocast, checkpoint_activations, memory_cure
 from opendiloco.config import ComputeConfig, InnerConfig
+from opendiloco.errors import SettingsError
 from opendiloco.loss import causal_lm_loss
 from opendiloco.lossscale import LossScale
 from opendiloco.separation import has_target
@@ -80,12 +81,12 @@ class InnerSteps:
             tokens: int64 [batch, seq_len] on any device: the whole batch, of which each process takes its share.
 
         Raises:
-            SettingsError: out of memory.
+            SettingsError: out of memory; or several processes, and a parameter without a gradient.
         """
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         tokens = tokens.to(self._device, non_blocking=True)
-        with memory_cure(tokens, self._compute):
+        with memory_cure(_share(self._trained, tokens), self._compute):
             loss, grad_norm = self._gradient(tokens)
             while math.isfinite(loss) and not math.isfinite(grad_norm) and self._scale is not None:
                 if not self._scale.lower():
@@ -107,7 +108,7 @@ class InnerSteps:
             SettingsError: out of memory.
         """
         tokens = torch.zeros(self._config.batch_size, seq_len, dtype=torch.int64, device=self._device)
-        with memory_cure(tokens, self._compute):
+        with memory_cure(_share(self._trained, tokens), self._compute):
             self._gradient(tokens)
         self._drop_gradients()
 
@@ -133,6 +134,7 @@ class InnerSteps:
             if not isinstance(self._loss, CompiledLoss) or not self._loss.give_up(error):
                 raise
             loss = self._accumulate(tokens)
+        self._check_gradients()
         if self._scale is not None:  # before anything looks at them
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], 1 / self._scale.value)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm or math.inf)
@@ -160,6 +162,23 @@ class InnerSteps:
                 (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() * share
         return _mean(self._trained, total)
+
+    def _check_gradients(self) -> None:
+        """Processes that train together need a gradient of every parameter: DDP waits for it in vain.
+
+        Raises:
+            SettingsError: a parameter that is to be trained has none.
+        """
+        if not isinstance(self._trained, DistributedDataParallel) or all(p.grad is not None for p in self._parameters):
+            return
+        named = self._trained.module.named_parameters()
+        names = [name for name, p in named if p.requires_grad and p.grad is None]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise SettingsError(
+            f"model.frozen leaves {', '.join(names[:3])}{more} to be trained, of which text gives no gradient, and a "
+            f"worker of {_process_count(self._trained)} processes cannot do without: add them to model.frozen in the "
+            "run's contract, or start one process"
+        )
 
 
 def _share(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -40,11 +40,17 @@ def load_moments(
     if not bool(torch.isfinite(first).all()) or not bool((second >= 0).all()) or not bool(torch.isfinite(second).all()):
         logger.warning("the moments that a donor gave make no sense: the inner optimizer starts from zero")
         return
+    on_device = {
+        id(p)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for p in group["params"]
+    }
     start = 0
     for parameter in parameters:
         stop = start + parameter.numel()
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(max(1, step))),
+            "step": torch.tensor(float(max(1, step)), device=parameter.device if id(parameter) in on_device else "cpu"),
             FIRST: first[start:stop].view(parameter.shape).to(parameter, copy=True),
             SECOND: second[start:stop].view(parameter.shape).to(parameter, copy=True),
         }

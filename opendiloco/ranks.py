@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from opendiloco.checkpoint import copy_to_host
+from opendiloco.compute import is_lost_process
 from opendiloco.config import ComputeConfig, Contract
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.leave import Leave, wait_for
@@ -138,8 +140,11 @@ class Ranks:
 
     def give(self, order: Order) -> None:
         """Have the other processes do something; they do so at once, and wait for the next order then."""
-        if self._control is not None:
-            self.together(lambda: distributed.broadcast_object_list([order], src=0, group=self._control))
+        if self._control is None:
+            return
+        if isinstance(order, TakeOptimizer):  # a tensor of a GPU would arrive on that GPU, in all processes
+            order = TakeOptimizer(copy_to_host(order.state))
+        self.together(lambda: distributed.broadcast_object_list([order], src=0, group=self._control))
 
     def take(self) -> Order:
         """The first process's next order."""
@@ -158,6 +163,12 @@ class Ranks:
                 "that each of them takes a GPU of its own"
             )
         return compute.model_copy(update={"device": f"cuda:{self._local_index}"})
+
+    def use(self, device: torch.device) -> None:
+        """Make a GPU the current one, also of the thread that speaks with the others: else it would be the first."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            self._thread.submit(torch.cuda.set_device, device).result()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module to train with: its gradients are those of the whole batch."""
@@ -179,16 +190,14 @@ class Ranks:
 
         Raises:
             Leave: the user wants to leave, and a process does not answer: there are no others from then on.
-            SwarmError: one of them has ended.
+            SwarmError: one of them has ended. Errors of this process stay what they are.
         """
         if self.size == 1:
             return function()
         try:
             return self._await(self._thread.submit(function)) if self.is_first else function()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            if isinstance(error, NotImplementedError):
+            if not is_lost_process(error):
                 raise
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             reason = re.sub(r"^\[\S+\] ", "", first_line).partition(". ")[0][:200]  # without gloo's own file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from opendiloco.model import build_model
 from opendiloco.optimizers import make_inner_optimizer
 from opendiloco.ranks import End, Prepare, Ranks, Step, TakeOptimizer, TakeParameters
 from opendiloco.separation import check_separation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ def build_replica(
         SettingsError: a model, device or optimizer that cannot be had.
     """
     device, seq_len = choose_device(ranks.own_device(compute)), contract.data.seq_len
+    ranks.use(device)
     model = build_model(contract.model, vocab_size=vocab_size, seq_len=seq_len, seed=contract.run.seed)
     move_model(model, device, name=contract.model.name)
     if end_id is not None:
@@ -63,7 +67,11 @@ def build_replica(
 
 
 def assist(ranks: Ranks) -> int:
-    """Be one of a worker's other processes until the first one ends; returns the exit code."""
+    """Be one of a worker's other processes until the first one ends; returns the exit code.
+
+    Raises:
+        OpendilocoError: this process cannot go on; the first one sees that it has ended.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -72,8 +80,9 @@ def assist(ranks: Ranks) -> int:
             for number in (signal.SIGINT, signal.SIGTERM):  # the first process leaves in order, and needs the others
                 signal.signal(number, signal.SIG_IGN)
             _follow_orders(ranks)
-    except SwarmError:
-        return SwarmError.exit_code  # the first process says why
+    except SwarmError as error:
+        logger.warning("process %d of this worker ends: %s", ranks.index, error)
+        return SwarmError.exit_code
     return 0
 
 

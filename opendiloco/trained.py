@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from opendiloco.config import ModelConfig
 from opendiloco.errors import SettingsError
@@ -75,7 +76,7 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig, *, seed: int) ->
         raise SettingsError(
             f"model.lora_rank is {config.lora_rank}, which needs peft: pip install peft, or set model.lora_rank=0"
         ) from None
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]  # of GPT-2
     for target in config.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             ends = {name.rpartition(".")[2] for name in linear}
@@ -86,8 +87,9 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig, *, seed: int) ->
         lora_alpha=config.lora_alpha,
         target_modules=list(config.lora_targets) or _ALL,
     )
-    with warnings.catch_warnings():  # peft uses names that transformers is about to drop
-        warnings.simplefilter("ignore", FutureWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses names that transformers is about to drop
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # peft finds it out by itself
         wrapped: PreTrainedModel = get_peft_model(model, adapters)
     generator = np.random.PCG64(seed)
     for name, parameter in wrapped.named_parameters():

@@ -242,6 +242,54 @@ def test_request_to_leave_ends_the_trainer_in_order(make_trainer: MakeTrainer, m
     assert torch.equal(flat(trainer.model), callback.optimizer.outer.theta)
 
 
+def test_a_worker_that_leaves_evaluates_nothing_more(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm, asked = alone(), list[bool]()
+    monkeypatch.setattr(swarm, "leaving", lambda: bool(asked))
+    steps = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make_trainer(eval_dataset=True, **steps)
+    callback, watch = enter(trainer, swarm)
+    watch.at_step = lambda: asked.append(True) if trainer.state.global_step == H else None
+    trainer.train()
+    assert callback.optimizer.has_left
+    assert (watch.evaluated, watch.saved) == ([H], [H, H + 1])
+
+
+@pytest.mark.parametrize("skipped", [1, H + 1])
+def test_steps_that_a_scaler_skips_do_not_end_the_training(make_trainer: MakeTrainer, skipped: int) -> None:
+    """An epoch is as long as the run here: what the trainer had planned would be over with it."""
+    trainer = make_trainer(sequences=ROUNDS * H * BATCH, save_strategy="steps", save_steps=0.5, logging_steps=0.5)
+    callback, watch = enter(trainer, alone())
+    step, attempts = trainer.optimizer.step, iter(range(1000))
+    trainer.optimizer.step = lambda *args: step(*args) if next(attempts) >= skipped else None
+    assert trainer.train().global_step == ROUNDS * H + skipped
+    assert callback.optimizer.round == ROUNDS
+    assert (trainer.state.save_steps, trainer.state.logging_steps) == (ROUNDS * H / 2, ROUNDS * H / 2)
+    assert watch.rates[skipped:] == pytest.approx(linear_rates(0))
+
+
+def test_progress_is_shown_towards_the_end_of_the_run(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = alone()
+    stand_at_round(swarm, 1, monkeypatch)
+    trainer = make_trainer(disable_tqdm=False)
+    _, watch = enter(trainer, swarm)
+    bars = [callback for callback in trainer.callback_handler.callbacks if hasattr(callback, "training_bar")]
+    totals: list[int] = []
+    watch.at_step = lambda: totals.append(bars[0].training_bar.total)
+    trainer.train()
+    assert set(totals) == {(ROUNDS - 1) * H}
+
+
+def test_a_scheduler_that_is_none_of_torchs_is_left_alone(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(lr_scheduler_type="greedy", eval_dataset=True, eval_strategy="steps", eval_steps=H)
+    callback, _ = enter(trainer, alone())
+    trainer.train()
+    assert callback.optimizer.round == ROUNDS
+
+
 def test_data_that_ends_before_the_run_is_said(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer()
     _, watch = enter(trainer, alone())
@@ -258,6 +306,31 @@ def test_workers_shuffle_in_orders_of_their_own(make_trainer: MakeTrainer) -> No
 
     assert order("a") == order("a")
     assert order("a") != order("b")
+
+
+def test_a_worker_that_starts_again_reads_in_another_order_unless_it_goes_on_from_a_checkpoint(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def life(round: int, checkpoint: str | None = None) -> list[list[int]]:
+        """The numbers of the sequences in each batch of a worker that enters at `round`."""
+        trainer, swarm = make_trainer(save_strategy="steps", save_steps=1, remove_unused_columns=False), alone()
+        stand_at_round(swarm, round, monkeypatch)
+        trainer.train_dataset = [{**each, "number": number} for number, each in enumerate(trainer.train_dataset)]
+        collate, read = trainer.data_collator, list[list[int]]()
+
+        def collate_and_tell(batch: list[dict[str, Any]]) -> Any:
+            read.append([each["number"] for each in batch])
+            return collate([{name: value for name, value in each.items() if name != "number"} for each in batch])
+
+        trainer.data_collator = collate_and_tell
+        enter(trainer, swarm)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return read[: (ROUNDS - round) * H]
+
+    whole = life(0)
+    folder = f"{make_trainer().args.output_dir}/checkpoint-{H}"
+    assert life(1, folder) == whole[H:]
+    assert not any(batch in whole[:H] for batch in life(1))
 
 
 @pytest.mark.parametrize(

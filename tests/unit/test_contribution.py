@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opendiloco.codec import BLOCK, CODECS, NonFiniteError, get_codec
 from opendiloco.contribution import Contribution
+from opendiloco.errors import SettingsError
 
 SHAPES = ((33, 40), (7,), (1,), (2000,))
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
@@ -69,3 +70,22 @@ def test_a_cut_is_what_its_values_alone_are_encoded_to(codec: str, numel: int, d
     part = slice(min(first * BLOCK, numel), min((first + blocks) * BLOCK, numel))
     encoded = get_codec(codec).encode(values)
     assert torch.equal(get_codec(codec).cut(encoded, numel, part), get_codec(codec).encode(values[part]))
+
+
+def test_parameters_that_somebody_moves_are_followed() -> None:
+    """accelerate moves a model to the GPU after DiLoCo has seen it; meta stands for the GPU here."""
+    contribution, parameters, _, _ = replica("none")
+    contribution.measure()
+    parameters[:] = [parameter.to("meta") for parameter in parameters]
+    contribution.restart(keep_work=True)
+    assert (contribution._anchor.device.type, contribution._gradient.device.type) == ("meta", "meta")
+
+
+def test_a_device_without_room_for_diloco_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    theta = torch.zeros(10_000_000)
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(SettingsError, match=r"DiLoCo needs 0.08 GB on meta beside .* 2 fp32 copies of the 10000000"):
+        Contribution([torch.zeros(10_000_000, device="meta")], get_codec("none"), theta, torch.empty(0))

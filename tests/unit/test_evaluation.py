@@ -12,17 +12,22 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
-from opendiloco.config import ComputeConfig, Contract, EvaluationConfig
+from opendiloco import evaluate
+from opendiloco.config import ComputeConfig, Contract, DataConfig, EvaluationConfig, ModelConfig
+from opendiloco.errors import SettingsError
 from opendiloco.evaluation import EvaluationPart, is_due, shares, total
 from opendiloco.evaluator import Evaluator
 from opendiloco.ledger import Ledger, SourceLedger
 from opendiloco.metrics import EvalEvent, read_metrics
-from opendiloco.model import build_model
+from opendiloco.model import build_model, save_model
 from opendiloco.rounds import Position
 from opendiloco.simulate import simulate
+from opendiloco.tokenizer import ByteTokenizer
 
 PEERS = ("a", "b", "c")
+TEXT = DataConfig(source=f"text:{pytest.__file__}", seq_len=16, validation_fraction=0.5, validation_sequences=16)
 LINEAGES = [f"{number:064x}" for number in range(90)]
 
 
@@ -206,9 +211,77 @@ def test_a_sum_is_reported_once_when_it_is_known() -> None:
     assert events[1].perplexity == pytest.approx(math.exp(events[1].loss))
 
 
+def test_one_of_several_processes_evaluates_as_many_sequences_at_a_time_as_it_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches: list[int] = []
+    loss = evaluate.causal_lm_loss
+
+    def note(model: Any, tokens: torch.Tensor, *, end_id: int | None) -> torch.Tensor:
+        batches.append(len(tokens))
+        return loss(model, tokens, end_id=end_id)
+
+    monkeypatch.setattr(evaluate, "causal_lm_loss", note)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    shared_evaluation()
+    assert batches == [1, 1]
+
+
 def test_a_part_that_never_comes_leaves_the_own_number_and_does_not_keep_a_worker_that_wants_to_leave() -> None:
     evaluator, others, events = shared_evaluation()
     evaluator.finish(lambda: True)
     others.answer.set_result({"a": others.told[0]})
     evaluator.finish(lambda: False)
     assert [event.tokens for event in events] == [14]
+
+
+# --- the command ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    model = build_model(ModelConfig(), vocab_size=ByteTokenizer().vocab_size, seq_len=16, seed=0)
+    save_model(model, ByteTokenizer(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(("micro_batch_size", "sizes"), [(0, {8}), (2, {2})])
+def test_eval_takes_as_many_sequences_at_a_time_as_the_settings_say(
+    micro_batch_size: int,
+    sizes: set[int],
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found: set[int] = set()
+    loss = evaluate.causal_lm_loss
+
+    def note(model: Any, tokens: torch.Tensor, *, end_id: int | None) -> torch.Tensor:
+        found.add(len(tokens))
+        return loss(model, tokens, end_id=end_id)
+
+    monkeypatch.setattr(evaluate, "causal_lm_loss", note)
+    compute = ComputeConfig(device="cpu", micro_batch_size=micro_batch_size)
+    assert evaluate.run_eval(model_dir, TEXT, compute=compute) == 0
+    assert found == sizes
+    assert "validation loss" in capsys.readouterr().out
+
+
+def test_eval_says_in_one_line_what_does_not_fit(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = ComputeConfig(device="cpu")
+    with pytest.raises(SettingsError, match=r"data.seq_len is 32, but model.name .*model takes at most 16 tokens"):
+        evaluate.run_eval(model_dir, TEXT.model_copy(update={"seq_len": 32}), compute=cpu)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(evaluate, "causal_lm_loss", full)
+    with pytest.raises(SettingsError, match=r"all 8 sequences at once, .* try compute.micro_batch_size=4$"):
+        evaluate.run_eval(model_dir, TEXT, compute=cpu)
+    one = ComputeConfig(device="cpu", micro_batch_size=1)
+    with pytest.raises(SettingsError, match=r"micro_batch_size is 1\): try compute.precision=bf16, or a run with"):
+        evaluate.run_eval(model_dir, TEXT, compute=one)
+    monkeypatch.setattr(nn.Module, "to", full)
+    with pytest.raises(SettingsError, match="does not fit on cpu"):
+        evaluate.run_eval(model_dir, TEXT, compute=cpu)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from opendiloco.compute import CompiledLoss
 from opendiloco.config import ComputeConfig, InnerConfig, ModelConfig
@@ -22,6 +23,7 @@ from opendiloco.loss import causal_lm_loss
 from opendiloco.lossscale import GROWTH_STEPS, START, LossScale
 from opendiloco.model import build_model
 from opendiloco.optimizers import make_inner_optimizer
+from opendiloco.ranks import Ranks
 
 VOCAB = 64
 
@@ -330,7 +332,7 @@ OUT_OF_MEMORY = [
     [
         (
             ComputeConfig(),
-            "compute.micro_batch_size is 0, the whole batch of 8, with 16 tokens a sequence: "
+            "compute.micro_batch_size is 0, all 8 sequences at once, with 16 tokens a sequence: "
             "try compute.micro_batch_size=4",
         ),
         (
@@ -361,6 +363,48 @@ def test_out_of_memory_says_what_to_try(
     assert caught.value.exit_code == 64
     assert "\n" not in str(caught.value)
     assert optimizer.steps == 0
+
+
+@pytest.fixture
+def together() -> Iterator[None]:
+    """The process group of a worker of one process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("together")
+def test_out_of_memory_of_several_processes_says_what_to_try_with_the_share_of_one(
+    model: Any, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opendiloco.inner._process_count", lambda model: 4)
+    model.model.norm.register_forward_hook(partial(_fail, RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")))
+    trained = DistributedDataParallel(model)
+    line = "micro_batch_size is 0, all 2 sequences at once, with 16 tokens a sequence: try compute.micro_batch_size=1"
+    with Ranks(0, 4) as ranks, pytest.raises(SettingsError, match=line):
+        InnerSteps(model, config(), ComputeConfig(), trained=trained, together=ranks.together).step(
+            Recorder(model), tokens, lr=0.1
+        )
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize("compile", [False, True])
+def test_parameters_that_get_no_gradient_are_named_where_several_processes_train(
+    model: Any, tokens: Tensor, compiler: list[str], compile: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model.vision = nn.Linear(2, 2)
+    compute = ComputeConfig(compile=compile)
+    assert InnerSteps(model, config(), compute).step(torch.optim.SGD(model.parameters()), tokens, lr=0.1).finite
+    steps = InnerSteps(model, config(), compute, trained=DistributedDataParallel(model))
+    line = r"vision.weight, vision.bias to be trained, of which text gives no gradient, .* add them to model.frozen"
+    with pytest.raises(SettingsError, match=line):
+        steps.step(Recorder(model), tokens, lr=0.1)
+    assert not caplog.records
+    for parameter in model.vision.parameters():
+        parameter.requires_grad_(False)
+    steps = InnerSteps(model, config(), compute, trained=DistributedDataParallel(model))
+    for _ in range(2):
+        assert steps.step(torch.optim.SGD(model.parameters()), tokens, lr=0.1).finite
 
 
 def test_another_runtime_error_is_not_taken_for_a_lack_of_memory(model: Any, tokens: Tensor) -> None:
@@ -428,10 +472,24 @@ def test_a_compiler_that_fails_costs_one_warning(
     assert len(compiler) == 2
 
 
+def test_a_lost_process_is_not_the_compilers_fault(
+    model: Any, tokens: Tensor, compiler: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = RuntimeError("[/a/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:1.")
+    model.model.norm.register_forward_hook(partial(_fail, lost))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        InnerSteps(model, config(), ComputeConfig(compile=True)).step(Recorder(model), tokens, lr=0.1)
+    assert not caplog.records
+
+
 def test_a_model_that_fails_by_itself_fails_with_its_own_error(model: Any, tokens: Tensor, compiler: list[str]) -> None:
     model.model.norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(ValueError("mine")))
     with pytest.raises(ValueError, match="mine"):
         InnerSteps(model, config(), ComputeConfig(compile=True)).step(Recorder(model), tokens, lr=0.1)
+
+
+def _fail(error: Exception, *_: object) -> None:
+    raise error
 
 
 class Bigram(nn.Module):

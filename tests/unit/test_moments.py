@@ -57,3 +57,13 @@ def test_moments_that_make_no_sense_are_not_used(bad: float, caplog: pytest.LogC
     load_moments(optimizer, list(model.parameters()), torch.ones(18), second, step=10)
     assert not optimizer.state
     assert "make no sense" in caplog.text
+
+
+@pytest.mark.parametrize(("capturable", "place"), [(True, "meta"), (False, "cpu")])
+def test_steps_are_counted_where_the_optimizer_counts_them(capturable: bool, place: str) -> None:
+    """Fused and capturable AdamW count on the parameters' device; meta stands for a GPU here."""
+    model = nn.Linear(5, 3, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=capturable)
+    load_moments(optimizer, list(model.parameters()), torch.ones(18), torch.ones(18), step=10)
+    assert {state["step"].device.type for state in optimizer.state.values()} == {place}
+    assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"meta"}

@@ -189,11 +189,39 @@ def test_moments_that_saw_bad_numbers_go_with_them() -> None:
         assert bool(torch.isfinite(optimizer.outer.theta).all())
 
 
+def test_other_processes_get_the_optimizers_state_only_when_it_has_changed() -> None:
+    model, replaced = linear(), list[bool]()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with DiLoCo(inner, model, alone(), contract_of(), on_replace=replaced.append) as optimizer:
+        train(model, optimizer)
+        optimizer.drop_phase("bad numbers that no step was made with")
+        assert replaced == [False]
+        assert inner.state
+        train(model, optimizer)
+        with torch.no_grad():
+            model.weight.fill_(math.nan)
+        train(model, optimizer, H - 2)
+        assert replaced == [False, True]
+
+
 def test_peers_have_seeds_of_their_own() -> None:
     seeds = {peer_seed(f"peer {number}") for number in range(100)}
     assert len(seeds) == 100
     assert max(seeds) < 2**32
     assert peer_seed("peer 0") == peer_seed("peer 0")
+
+
+def test_a_worker_that_starts_again_has_another_seed_once_a_round_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seed(joined: int) -> int:
+        model, swarm = linear(), alone()
+        stand_at(swarm, Position(joined, "ab" * 32, "", tokens=40), monkeypatch)
+        with diloco(model, swarm) as optimizer:
+            seed = optimizer.seed
+            train(model, optimizer, H)
+            assert optimizer.seed == seed
+        return seed
+
+    assert seed(1) == seed(1) != seed(2)
 
 
 # --- the learning rate ---------------------------------------------------------------------------------

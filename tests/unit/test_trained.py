@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from opendiloco.agreement import check_agreement
 from opendiloco.config import ComputeConfig, Contract, InnerConfig, ModelConfig
@@ -29,6 +29,7 @@ from opendiloco.presets import fill_normal
 from opendiloco.settings import load_settings
 from opendiloco.simulate import simulate
 from opendiloco.tokenizer import ByteTokenizer
+from opendiloco.trained import choose_trained, merged_copy
 from opendiloco.trainer import run_worker
 from opendiloco.worker import Worker
 
@@ -284,6 +285,19 @@ def test_a_saved_model_with_adapters_is_an_ordinary_one_and_the_adapters_lie_bes
 def test_targets_that_are_no_layers_are_one_line(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(SettingsError, match=line.replace("?", r"\?")):
         build(lora_rank=2, **settings)
+
+
+@pytest.mark.parametrize(("targets", "count"), [(("c_attn",), 1), ((), 4)])
+def test_gpt2s_layers_get_adapters(targets: tuple[str, ...], count: int) -> None:
+    """transformers' Conv1D is a linear layer that keeps its weight the other way round."""
+    config = GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=2, n_positions=32)
+    model = choose_trained(GPT2LMHeadModel(config), ModelConfig(lora_rank=2, lora_targets=targets), seed=0)
+    assert len(trainable_parameters(model)) == 2 * count
+    before = model.eval()(tokens()).logits
+    train(model.train())
+    trained = model.eval()(tokens()).logits
+    assert not torch.allclose(trained, before)
+    torch.testing.assert_close(merged_copy(model)(tokens()).logits, trained, rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_without_peft_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
