@@ -22,6 +22,7 @@ from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key, is_heavier, joining_s, joining_step
 
 REFRESH_S = 0.25  # shortest time between two looks at the DHT
+RENEWED_BEATS = 3  # without a new record, after which a worker that cannot be reached either is taken for dead
 
 logger = logging.getLogger(__name__)
 
@@ -302,9 +303,10 @@ class Presence:
         """Why this worker must not go on, found in the background."""
         return self._refusal or self._heart.failure
 
-    def sees(self, peer: str) -> bool:
-        """Whether another worker's record lives."""
-        return peer in self._membership.view
+    def is_heard_of(self, peer: str) -> bool:
+        """Whether another worker still renews its record."""
+        record = self._membership.view.get(peer)
+        return record is not None and time.time() - record.issued < RENEWED_BEATS * self._config.heartbeat_s
 
     def check_agreement(self) -> None:
         """Raise where this worker cannot go on beside the others; see `agreement`."""
