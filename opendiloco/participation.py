@@ -52,7 +52,7 @@ class Participation:
         """One attempt at the round.
 
         Raises:
-            SettingsError: this worker must not go on (see `Presence.check_agreement`).
+            OpendilocoError: this worker must not go on (see `Presence.fatal`).
         """
         if self._presence.fatal is not None:
             raise self._presence.fatal
