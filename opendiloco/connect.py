@@ -28,6 +28,7 @@ CLOSE_LIMIT_S = 1.0
 REACH_OTHERS_S = 0.5  # for further peers, once one has answered
 REDIAL_S = 0.5
 MAX_RECONNECTS = 3  # lost peers that are tried at a time
+DHT_WAIT_S = 3.0  # hivemind's own, for an answer of one peer
 MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
 TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError)
 
@@ -61,6 +62,7 @@ class Host:
                     initial_peers=await self._reach(peers) or None,
                     client_mode=self._config.client_mode,
                     record_validator=SignedRecords(self._identity),
+                    wait_timeout=min(DHT_WAIT_S, self._config.expiry_s / 4),  # one silent peer spoils no look-up
                 )
         except ValidationError as error:
             raise _explain_validation(str(error)) from None

@@ -2,7 +2,8 @@
 
 Chunks are read from the memory that the network process shares with its trainer, between two outer steps, and say
 which round they belong to. Nothing is copied as a whole, and the trainer never notices. During an all-reduce whoever
-asks for a chunk waits; rounds are given at once, because who lacks one can take no part in the next.
+asks for a chunk waits; rounds are given at once, because who lacks one can take no part in the next. Whether a
+round was committed is answered however many streams move data: a second average of it may hang on the answer.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ Unlike the outer state they differ between workers: each chunk is some donor's, 
 MAX_REQUEST_BYTES = 1024
 MAX_CHUNK_VALUES = 1 << 20
 UNDECIDED = "undecided"
+NOT_LOGGED = "is not in the log"
 KEEPALIVE_S = 1.0
-MAX_STREAMS = 32  # at once: joiners share what a donor can send, they do not multiply it
+MAX_STREAMS = 32  # that move data at once: joiners share what a donor can send, they do not multiply it
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +47,10 @@ class Ask(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    what: Literal["round", "chunk", "ledger"]
+    what: Literal["round", "commit", "chunk", "ledger"]
+    """commit: the header of a round, if there is one."""
     round: Count = 0
-    """round: the one that was committed on top of lineage `before`."""
+    """round, commit: the one that was committed on top of lineage `before`."""
     before: HexDigest | None = None
     start: Count = 0
     """chunk: values [start, stop) of every state vector."""
@@ -141,46 +144,55 @@ class Donor:
     async def _serve(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = Stream(reader, writer, timeout_s=self._silence_s)
         try:
-            if self._busy.locked():
-                await stream.refuse("busy: ask another peer")
-                return
-            async with self._busy:
-                await self._answer_all(stream)
+            async with contextlib.AsyncExitStack() as slot:
+                await self._answer_all(stream, slot)
         except WireError as error:
             logger.debug("fetch stream of %s ended: %s", info.peer_id, error)
         finally:
             stream.close()
 
-    async def _answer_all(self, stream: Stream) -> None:
+    async def _answer_all(self, stream: Stream, slot: contextlib.AsyncExitStack) -> None:
+        """Args: `slot` holds the stream's place among those that move data, from the first request for any."""
+        has_slot = False
         while True:
             try:
                 ask = Ask.model_validate_json(await stream.receive_text(FrameKind.REQUEST, max_bytes=MAX_REQUEST_BYTES))
             except ValidationError:
                 await stream.refuse("a malformed request")
                 return
+            if ask.what == "commit":
+                header, _ = await self._find_round(ask, stream)
+                await stream.send(FrameKind.HEADER, header)
+                continue
+            if not has_slot and self._busy.locked():
+                await stream.refuse("busy: ask another peer")
+                return
+            if not has_slot:
+                await slot.enter_async_context(self._busy)
+                has_slot = True
             if ask.what == "round":
-                await self._send_round(ask, stream)
+                header, payload = await self._find_round(ask, stream)
+                await stream.send(FrameKind.HEADER, header)
+                await stream.send(FrameKind.DATA, *payload)
             elif ask.what == "chunk":
                 await self._send_chunk(ask, stream)
             else:
                 ledger = (await self._settled(stream)).ledger
                 await stream.send(FrameKind.HEADER, ledger.model_dump_json().encode())
 
-    async def _send_round(self, ask: Ask, stream: Stream) -> None:
+    async def _find_round(self, ask: Ask, stream: Stream) -> tuple[bytes, list[memoryview]]:
+        """Header and payload of a committed round; a refusal where there is none."""
         newest = self._newest
         if newest is not None and newest[0].round == ask.round:
             entry, payload = newest
             if entry.before == ask.before:
-                await stream.send(FrameKind.HEADER, entry.pack())
-                await stream.send(FrameKind.DATA, *payload)
-                return
+                return entry.pack(), payload
         if ask.round == self._undecided:
             raise await _refusal(stream, UNDECIDED)
         stored = await asyncio.to_thread(self._log.read, ask.round)
         if stored is None or f'"before":"{ask.before}"'.encode() not in stored[0]:
-            raise await _refusal(stream, f"round {ask.round} on that lineage is not in the log")
-        await stream.send(FrameKind.HEADER, stored[0])
-        await stream.send(FrameKind.DATA, memoryview(stored[1]))
+            raise await _refusal(stream, f"round {ask.round} on that lineage {NOT_LOGGED}")
+        return stored[0], [memoryview(stored[1])]
 
     async def _send_chunk(self, ask: Ask, stream: Stream) -> None:
         if not 0 < ask.stop - ask.start <= MAX_CHUNK_VALUES or ask.stop > self._numel:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from opendiloco.codec import Codec, CodecError
-from opendiloco.donor import UNDECIDED, Ask, ChunkHeader
+from opendiloco.donor import NOT_LOGGED, Ask, ChunkHeader
 from opendiloco.ledger import Ledger
 from opendiloco.roundlog import MAX_HEADER_BYTES, LogEntry, LogError, decode_average
 from opendiloco.rounds import time_limit_s
@@ -63,12 +63,18 @@ class Fetcher:
         return None
 
     async def has_round(self, peer: str, round: int, before: str) -> bool | None:
-        """Whether a peer has committed that round on top of lineage `before`; None while it may still do so."""
-        try:
-            async with self._asking(peer, Ask(what="round", round=round, before=before)) as stream:
+        """Whether a peer has committed that round on top of lineage `before`; None while it may still do so.
+
+        Raises:
+            WireError: it could not be asked, or gave no answer: that tells nothing.
+        """
+        async with self._asking(peer, Ask(what="commit", round=round, before=before)) as stream:
+            try:
                 await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
-        except WireError as error:
-            return None if UNDECIDED in str(error) else False
+            except WireError as error:
+                if not str(error).startswith("refused: "):
+                    raise
+                return False if NOT_LOGGED in str(error) else None  # undecided, or busy
         return True
 
     async def ledger(self, donors: Sequence[str]) -> Ledger | None:

@@ -1,4 +1,8 @@
-"""The leader's side of a rendezvous: who has arrived for a round, when its group starts, who reduces what."""
+"""The leader's side of a rendezvous: who has arrived for a round, when its group starts, who is in, who reduces what.
+
+Whoever is left out of a group hears that it started, asks again, and waits as one that is late does: until the others
+have committed, and it catches up with them, or until they come back.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
@@ -144,7 +149,7 @@ class Lobby:
             if now - refreshed > REFRESH_S:
                 await refresh()
                 refreshed = time.monotonic()
-            start = start_time(self._gathering(outlook()), quorum=rules.quorum, grace=rules.grace)
+            start = start_time(self._gathering(rules, outlook()), quorum=rules.quorum, grace=rules.grace)
             if outlook().is_behind:
                 start = None
             if start is not None and start <= now and self._start(rules, outlook()):
@@ -154,27 +159,31 @@ class Lobby:
                 async with asyncio.timeout(pause_s):
                     await self._changed.wait()
 
-    def _gathering(self, outlook: Outlook) -> Gathering:
-        followers = self._arrivals.keys() - self._voters().keys()
+    def _gathering(self, rules: Rules, outlook: Outlook) -> Gathering:
+        voters = {peer: arrival.time for peer, arrival in self._arrivals.items() if arrival.offer.weight}
+        followers = self._arrivals.keys() - voters.keys()
+        finish = {peer: candidate.expected_finish for peer, candidate in outlook.candidates.items()}
+        live = {peer: at for peer, at in (voters | finish).items() if peer not in followers}
+        gone = dropped_out({peer: arrival.offer.gone for peer, arrival in self._arrivals.items()})
+        others = live.keys() - gone
+        if len(others) < quorum_size(len(live), rules.quorum) or not any(map(self._may_reduce, others)):
+            gone -= voters.keys()  # there is no round without them
         return Gathering(
             now=time.monotonic(),
-            arrived={peer: arrival.time for peer, arrival in self._voters().items()},
-            expected={
-                peer: candidate.expected_finish
-                for peer, candidate in outlook.candidates.items()
-                if peer not in followers
-            },
+            arrived={peer: at for peer, at in voters.items() if peer not in gone},
+            expected=live,
             inner_s=outlook.inner_s,
-            gone=frozenset(peer for arrival in self._arrivals.values() for peer in arrival.offer.gone),
+            gone=gone,
         )
 
-    def _voters(self) -> dict[str, _Arrival]:
-        return {peer: arrival for peer, arrival in self._arrivals.items() if arrival.offer.weight}
+    def _may_reduce(self, peer: str) -> bool:
+        return peer not in self._arrivals or self._arrivals[peer].offer.bandwidth != 0
 
     def _start(self, rules: Rules, outlook: Outlook) -> bool:
         """Fix the members; False when nobody among them could reduce."""
-        gathering = self._gathering(outlook)
-        peers = sorted(self._arrivals, key=lambda peer: (peer not in gathering.arrived, peer))[:MAX_MEMBERS]
+        gathering = self._gathering(rules, outlook)
+        inside = self._arrivals.keys() - gathering.gone
+        peers = sorted(inside, key=lambda peer: (peer not in gathering.arrived, peer))[:MAX_MEMBERS]
         offers = {peer: self._arrivals[peer].offer for peer in peers}
         able = [offer.bandwidth if offer.weight else 0.0 for offer in offers.values()]
         if not any(bandwidth != 0 for bandwidth in able):
@@ -195,6 +204,17 @@ class Lobby:
         }
         self.started.set_result(Start(group_of(secrets.token_bytes(16), places), places))
         return True
+
+
+def dropped_out(named: Mapping[str, Collection[str]]) -> frozenset[str]:
+    """Peers that are not waited for and, if they come all the same, stay outside: they might break every attempt.
+
+    Args:
+        named: of each arrival, whom it saw drop out. More than half of those other than a peer must name it: one that
+            blames others, or has lost its own connection, keeps nobody out.
+    """
+    counts = Counter(peer for arrival, peers in named.items() for peer in {*peers} - {arrival})
+    return frozenset(peer for peer, count in counts.items() if 2 * count > len(named.keys() - {peer}))
 
 
 def group_of(group_id: bytes, places: Mapping[str, Place]) -> Group:

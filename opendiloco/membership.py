@@ -8,7 +8,9 @@ owner: it is checked for type and size here, and nothing is allocated from it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -24,6 +26,8 @@ from opendiloco.errors import SettingsError
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.identity import Identity, peer_id_of, verify
 from opendiloco.ledger import MAX_READINGS
+
+logger = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = 64 * 1024
 MAX_LIFETIME_S = 300.0
@@ -166,8 +170,7 @@ class Membership:
         A worker leaves the view when it says so or when its newest record expires, never because one look at the
         DHT did not show it: who believes that the others are gone goes on alone.
         """
-        for peer, (value, expiration) in (await self._read(f"{self.run_id}.progress")).items():
-            record = _parse(value)
+        for peer, (record, expiration) in (await self._read_progress(self.run_id)).items():
             if peer == self.identity.peer_id:
                 self.own = record
             elif record is not None and (peer not in self.view or record.issued >= self.view[peer].issued):
@@ -184,17 +187,19 @@ class Membership:
 
     async def publish_contract(self, contract: Contract) -> None:
         """Keep a few signed copies of the contract on the DHT, renewed by whoever sees too few."""
-        horizon = time.time() + CONTRACT_LIFETIME_S / 2
-        runs = await self._read(RUNS_KEY)
-        copies = [key for key, (_, until) in runs.items() if key.startswith(f"{contract.run.id}/") and until > horizon]
+        run_id, wire, horizon = contract.run.id, contract_to_wire(contract), time.time() + CONTRACT_LIFETIME_S / 2
+        copies = [
+            subkey
+            for subkey, (value, until) in (await self._read(RUNS_KEY, limit_s=READ_LIMIT_S)).items()
+            if subkey.rpartition("/")[0] == run_id and value == wire and until > horizon
+        ]
         if len(copies) < CONTRACT_COPIES:
-            subkey = f"{contract.run.id}/{self.identity.peer_id}"
-            await self._store(RUNS_KEY, subkey, contract_to_wire(contract), lifetime_s=CONTRACT_LIFETIME_S)
+            await self._store(RUNS_KEY, f"{run_id}/{self.identity.peer_id}", wire, lifetime_s=CONTRACT_LIFETIME_S)
 
     async def find_runs(self) -> dict[str, list[Contract]]:
-        """Contracts on this DHT by run id; more than one under an id means that its peers disagree."""
+        """Contracts on this DHT by run id; several under an id where it cannot be told which one its workers follow."""
         found: dict[str, dict[str, Contract]] = {}
-        for subkey, (value, _) in (await self._read(RUNS_KEY)).items():
+        for subkey, (value, _) in (await self._read(RUNS_KEY, limit_s=READ_LIMIT_S)).items():
             run_id = subkey.rpartition("/")[0]
             try:
                 contract = contract_from_wire(value)
@@ -202,16 +207,47 @@ class Membership:
                 continue  # a broken record harms only its owner
             if contract.run.id == run_id:
                 found.setdefault(run_id, {})[contract.digest] = contract
-        return {run_id: list(contracts.values()) for run_id, contracts in found.items()}
+        decided = await asyncio.gather(*(self._followed(run_id, contracts) for run_id, contracts in found.items()))
+        return dict(zip(found, decided, strict=True))
+
+    async def _followed(self, run_id: str, contracts: dict[str, Contract]) -> list[Contract]:
+        """Of several contracts of a run the one that most of the workers follow that stand on committed rounds."""
+        if len(contracts) == 1:
+            return list(contracts.values())
+        records = [record for record, _ in (await self._read_progress(run_id)).values() if record is not None]
+        counts = Counter(record.contract for record in records if record.committed_tokens > 0)
+        (digest, count), *_ = [*counts.most_common(1), ("", 0)]
+        if digest not in contracts or 2 * count <= counts.total():
+            return list(contracts.values())
+        logger.warning(
+            "run %s has %d contracts on the DHT: %d of %d workers with committed rounds follow %s",
+            run_id,
+            len(contracts),
+            count,
+            counts.total(),
+            digest[:12],
+        )
+        return [contracts[digest]]
 
     async def _store(self, key: str, subkey: str, value: Any, lifetime_s: float | None = None) -> bool:
         expiration = time.time() + (lifetime_s or self.expiry_s)
         return bool(await self.node.store(key, value, expiration_time=expiration, subkey=subkey))
 
-    async def _read(self, key: str) -> dict[str, tuple[Any, float]]:
-        """Values under a key and when they expire, by subkey."""
-        async with asyncio.timeout(READ_LIMIT_S):
-            found = await self.node.get(key, latest=True)
+    async def _read_progress(self, run_id: str) -> dict[str, tuple[Progress | None, float]]:
+        """What the workers of a run say, None where it makes no sense, and until when it counts; by peer id."""
+        limit_s = min(READ_LIMIT_S, self.expiry_s / 3)  # so that two looks see a record before it expires
+        found = await self._read(f"{run_id}.progress", limit_s=limit_s)
+        # of one owner's subkeys the one that is no more than its id: all that validation looks at is how they end
+        return {peer: (_parse(value), until) for peer, (value, until) in found.items() if "/" not in peer}
+
+    async def _read(self, key: str, *, limit_s: float) -> dict[str, tuple[Any, float]]:
+        """Values under a key and when they expire, by subkey; none where the DHT does not answer in time."""
+        try:
+            async with asyncio.timeout(limit_s):
+                found = await self.node.get(key, latest=True)
+        except TimeoutError:
+            logger.warning("the DHT did not answer within %g s (%s)", limit_s, key)
+            return {}
         if found is None or not isinstance(found.value, dict):
             return {}
         now = time.time()

@@ -17,6 +17,7 @@ from opendiloco.recovery import Recoverer
 from opendiloco.rendezvous import Assembly, Rendezvous, RoundCall
 from opendiloco.roundlog import LogEntry
 from opendiloco.rounds import Position, RoundOutcome, RoundRequest, after_failure, time_limit_s
+from opendiloco.wire import WireError
 
 CHECK_S = 0.25  # how often a wait for a group looks whether it still makes sense
 DECISION_POLL_S = 0.1
@@ -51,7 +52,7 @@ class Participation:
         """One attempt at the round.
 
         Raises:
-            SettingsError: this worker must not go on (see `Presence.check_agreement`).
+            OpendilocoError: this worker must not go on (see `Presence.fatal`).
         """
         if self._presence.fatal is not None:
             raise self._presence.fatal
@@ -175,9 +176,14 @@ class Participation:
         return [peer for peer, has_committed in zip(others, answers, strict=True) if has_committed]
 
     async def _ask_until_decided(self, peer: str, position: Position, limit_s: float) -> bool:
+        """Whether a peer has committed; one that cannot be asked may have, and is asked again as long as it lives."""
         give_up = time.monotonic() + limit_s
-        while (answer := await self._recoverer.has_round(peer, position.round + 1, position.lineage)) is None:
-            if time.monotonic() > give_up:
-                return False
+        while time.monotonic() <= give_up:
+            try:
+                answer = await self._recoverer.has_round(peer, position.round + 1, position.lineage)
+            except WireError:
+                answer = None if self._presence.is_heard_of(peer) else False
+            if answer is not None:
+                return answer
             await asyncio.sleep(DECISION_POLL_S)
-        return answer
+        return False

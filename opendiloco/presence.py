@@ -9,19 +9,20 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from opendiloco.agreement import check_agreement
+from opendiloco.agreement import Agreement, state_hashes, usual_hash
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.connect import TRANSPORT_ERRORS
-from opendiloco.errors import SettingsError
+from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.evaluation import EvaluationPart
+from opendiloco.heartbeat import Heartbeat
 from opendiloco.lobby import Candidate, Outlook
 from opendiloco.membership import Membership, Progress, told_after
 from opendiloco.phase import PhaseReport
 from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key, is_heavier, joining_s, joining_step
 
-CLOSE_LIMIT_S = 1.0
 REFRESH_S = 0.25  # shortest time between two looks at the DHT
+RENEWED_BEATS = 3  # without a new record, after which a worker that cannot be reached either is taken for dead
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,10 @@ class Presence:
         """Whether the run's first round may start, or has long started."""
         self.inner_s = 0.0
         """Length of the last inner phase."""
-        self.fatal: SettingsError | None = None
-        """Why this worker must not go on, found by a heartbeat."""
+        self._refusal: SettingsError | None = None
         self._membership, self._config, self._reconnect = membership, config, reconnect
         self._peer = membership.identity.peer_id
+        self._agreement, self._heart = Agreement(contract.run.id, membership), Heartbeat(config.heartbeat_s)
         self._refreshed = 0.0
         self._phase_started = now = time.time()
         self._own = Progress(
@@ -72,22 +73,20 @@ class Presence:
             shards=[],
         )
         self._ledger = position.ledger
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Publish the contract and this worker's record, and keep both alive."""
         self._membership.run_id = self.contract.run.id
-        await self._membership.publish_contract(self.contract)
+        await self._keep_contract()
         await self._announce()
-        self._in_background(self._heartbeat())
-        self._in_background(self._look_for_lost_peers())
+        self._heart.keep_up(self._announce, overlaps=True)  # however slow the DHT, a record is on its way at each beat
+        self._heart.keep_up(self._look_around)
+        self._heart.keep_up(self._keep_contract, is_vital=False)
+        self._heart.keep_up(self._look_for_lost_peers, is_vital=False)
 
     async def close(self) -> None:
         """Stop the heartbeat."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:  # a call to a daemon that is frozen does not end even when it is cancelled
-            await asyncio.wait(self._tasks, timeout=CLOSE_LIMIT_S)
+        await self._heart.close()
 
     # --- what this worker does ---------------------------------------------------------------------------
 
@@ -105,13 +104,13 @@ class Presence:
         if self._own.state != "averaging":
             self.inner_s = time.time() - self._phase_started
             self._update(state="averaging", expected_finish=time.time())
-            self._in_background(self._announce())
+            self._heart.start(self._announce())
 
     def follow(self) -> None:
         """This worker brings nothing to its round: others shall not wait for it, nor count it."""
         if self._own.state != "following":
             self._update(state="following")
-            self._in_background(self._announce())
+            self._heart.start(self._announce())
 
     def move_to(self, position: Position, *, following: bool = False, steps: int = 0) -> None:
         """This worker stands at `position` now; an empty hash follows later.
@@ -132,23 +131,23 @@ class Presence:
         )
         if position.params_hash:
             self.set_params_hash(position.round, position.params_hash)
-        self._in_background(self._announce())
+        self._heart.start(self._announce())
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`."""
         self._update(params_hash=params_hash, hashed_round=round)
-        self._in_background(self._announce())
+        self._heart.start(self._announce())
 
     def claim(self, shards: Sequence[int]) -> None:
         """These shards of the text are leased to this worker."""
         if list(shards) != self._own.shards:
             self._update(shards=list(shards))
-            self._in_background(self._announce())
+            self._heart.start(self._announce())
 
     def tell(self, part: EvaluationPart) -> None:
         """What this worker's part of an evaluation came to."""
         self._update(evaluated=told_after(self._own.evaluated, part))
-        self._in_background(self._announce())
+        self._heart.start(self._announce())
 
     async def leave(self) -> None:
         """Tell the others that this worker goes."""
@@ -161,33 +160,27 @@ class Presence:
     async def _announce(self) -> None:
         self._update(issued=time.time())
         try:
-            await self._membership.announce(self._own)
+            async with asyncio.timeout(self._config.expiry_s):  # then it has expired
+                await self._membership.announce(self._own)
         except TRANSPORT_ERRORS as error:
             logger.warning("the DHT did not take this peer's record: %r", error)
 
-    async def _heartbeat(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.heartbeat_s)
-            await self.refresh()
-            try:
-                self.check_agreement()
-            except SettingsError as error:
-                self.fatal = error
-            await self._announce()
-            try:
-                await self._membership.publish_contract(self.contract)
-            except TRANSPORT_ERRORS as error:
-                logger.warning("the DHT did not take the run contract: %r", error)
+    async def _look_around(self) -> None:
+        await self.refresh()
+        self._agreement.compare_states(self._own)
+        try:
+            self.check_agreement()
+        except SettingsError as error:
+            self._refusal = error
+
+    async def _keep_contract(self) -> None:
+        try:
+            await self._membership.publish_contract(self.contract)
+        except TRANSPORT_ERRORS as error:
+            logger.warning("the DHT did not take the run contract: %r", error)
 
     async def _look_for_lost_peers(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.heartbeat_s)
-            await self._reconnect(list(self._membership.known))
-
-    def _in_background(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._reconnect(list(self._membership.known))
 
     # --- what it sees ------------------------------------------------------------------------------------
 
@@ -242,7 +235,13 @@ class Presence:
             or not is_heavier(best.committed_tokens, best.lineage, position.tokens, position.lineage)
         ):
             return None
-        donors = [peer for peer, record in records.items() if record.lineage == best.lineage and not record.client_mode]
+        hashes = state_hashes(records, best)
+        usual = usual_hash(hashes.values())
+        donors = [
+            peer
+            for peer, record in records.items()
+            if record.lineage == best.lineage and not record.client_mode and hashes.get(peer, usual) == usual
+        ]
         return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
 
     def behind(self) -> list[str]:
@@ -262,11 +261,9 @@ class Presence:
         )
 
     def announced_hash(self, position: Position) -> str | None:
-        """The hash that others announce for the state at `position`."""
-        for record in self._membership.view.values():
-            if record.lineage == position.lineage and record.hashed_round == position.round == record.round:
-                return record.params_hash
-        return None
+        """The hash that most others announce for the state at `position`."""
+        place = self._own.model_copy(update={"lineage": position.lineage, "round": position.round})
+        return usual_hash(state_hashes(self._membership.view, place).values())
 
     def phase(self) -> tuple[int, float]:
         """Where in the inner phase of this worker's round the others are: see `rounds.joining_step` and `joining_s`."""
@@ -304,9 +301,21 @@ class Presence:
         there = f"{len(candidates) - len(missing)} of {len(candidates)} workers are there"
         return f"{there}, missing: {', '.join(missing)}" if missing else there
 
+    @property
+    def fatal(self) -> OpendilocoError | None:
+        """Why this worker must not go on, found in the background."""
+        return self._refusal or self._heart.failure
+
+    def is_heard_of(self, peer: str) -> bool:
+        """Whether another worker still renews its record."""
+        record = self._membership.view.get(peer)
+        return record is not None and time.time() - record.issued < RENEWED_BEATS * self._config.heartbeat_s
+
     def check_agreement(self) -> None:
-        """Raise SettingsError where this worker cannot go on beside the others; see `agreement`."""
-        check_agreement(self._own, self.contract.run.id, self._membership)
+        """Raise where this worker cannot go on beside the others; see `agreement`."""
+        if self._heart.failure is not None:
+            raise self._heart.failure
+        self._agreement.check(self._own, has_committed=bool(self.participants))
 
 
 def _candidate(record: Progress, offset: float) -> Candidate:

@@ -149,8 +149,9 @@ class Recoverer:
 
     async def _have_round(self, donors: Sequence[str], round: int, before: str) -> bool:
         for donor in donors[:MAX_DONORS]:
-            if (answer := await self.has_round(donor, round, before)) is not None:
-                return answer
+            with contextlib.suppress(WireError):
+                if (answer := await self.has_round(donor, round, before)) is not None:
+                    return answer
         return False
 
     def _is_replay_cheaper(self, rounds: int) -> bool:
@@ -174,7 +175,7 @@ class Recoverer:
     # --- rounds ------------------------------------------------------------------------------------------
 
     async def has_round(self, peer: str, round: int, before: str) -> bool | None:
-        """Whether a peer has committed that round on top of lineage `before`; None while it may still do so."""
+        """See `Fetcher.has_round`."""
         return await self._fetcher.has_round(peer, round, before)
 
     async def _replay_one(self, position: Position, donors: Sequence[str]) -> Position | None:

@@ -116,6 +116,8 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
         The caller bounds or cancels the wait. Peers that leave or whose records expire stop counting meanwhile.
         """
         suggested: str | None = None
+        for peer in call.gone:
+            self._unreachable_in(call.key).add(peer)  # whoever drops out of groups had better not lead the next one
         while True:
             unreachable = self._unreachable_in(call.key)
             leader = suggested if suggested and suggested not in unreachable else self._leader(call.key)
@@ -148,7 +150,9 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
                     return leader
                 await asyncio.wait({lobby.started}, timeout=RETRY_S)
             start = lobby.started.result()
-            return Assembly(start.group, start.places[self._peer].wait_s) if start is not None else None
+            if start is None or self._peer not in start.places:
+                return None
+            return Assembly(start.group, start.places[self._peer].wait_s)
         finally:
             lobby.leave(self._peer)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from opendiloco.allreduce import Attempt, Group
 from opendiloco.errors import SettingsError
 from opendiloco.rounds import Position, RoundOutcome
 
@@ -272,3 +273,36 @@ def test_client_mode_peer_takes_part_and_reduces_nothing(network: Network) -> No
         assert outcomes[2].sent_bytes == pytest.approx(vector, rel=0.01)
         assert outcomes[2].received_bytes == pytest.approx(vector, rel=0.01)
         assert sum(outcome.sent_bytes for outcome in outcomes[:2]) == pytest.approx(3 * vector, rel=0.01)
+
+
+def test_a_worker_that_comes_to_every_group_and_reduces_in_none_does_not_keep_the_others_from_their_round(
+    network: Network, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = network.workers(3, grace=LONG_S, size=5000, failure_timeout_s=1.5)
+    wait_until(lambda: all(peer.candidates == ids(workers) for peer in workers), "all see the same workers")
+    presence = workers[0].process._presence
+    leader = workers[0].process._participation._rendezvous._leader(presence.outlook().key)
+    broken = next(peer for peer in workers if peer.peer_id != leader)
+    others = [peer for peer in workers if peer is not broken]
+
+    async def refuse(group_id: bytes) -> None:
+        return
+
+    async def fail(group: Group, **vectors: torch.Tensor) -> Attempt:
+        return Attempt("retry", {}, {}, {}, "", [], [], {}, 0, 0, None)
+
+    async def committed_by(group: Group) -> list[str]:
+        return []  # it is back before the others have found out that it is of no use
+
+    participation = broken.process._participation
+    monkeypatch.setattr(participation._groups, "_find", refuse)
+    monkeypatch.setattr(participation._groups, "reduce", fail)
+    monkeypatch.setattr(participation, "_committed_by", committed_by)
+    rounds = {peer.peer_id: peer.finish_round() for peer in workers}
+    outcomes = {peer: future.result(40.0) for peer, future in rounds.items()}
+    for peer in others:
+        assert [outcome.verdict for outcome in outcomes[peer.peer_id]] == ["retry", "commit"]
+        assert set(outcomes[peer.peer_id][-1].weights) == ids(others)
+    assert outcomes[broken.peer_id][-1].verdict == "resync"
+    assert broken.position.lineage == others[0].position.lineage
+    assert torch.equal(broken.vectors["theta"], others[0].vectors["theta"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -14,13 +18,15 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
-from hivemind.utils import MSGPackSerializer
+from hivemind.utils import MSGPackSerializer, ValueWithExpiration
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from opendiloco import membership
+from opendiloco.config import Contract, contract_to_wire
 from opendiloco.identity import Identity, peer_id_of
-from opendiloco.membership import MAX_LIFETIME_S, MAX_RECORD_BYTES, Progress, SignedRecords
+from opendiloco.membership import MAX_LIFETIME_S, MAX_RECORD_BYTES, Membership, Progress, SignedRecords
 
 OWNER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 STRANGER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33))))
@@ -294,3 +300,106 @@ def test_no_progress_record_raises_anything_else(message: object) -> None:
         Progress.model_validate(values)
     except ValidationError:
         return
+
+
+# --- what this peer makes of it --------------------------------------------------------------------------
+
+
+class Dht:
+    """Stands for a DHT node: `held` by key and subkey, a read that takes as long as `patience`."""
+
+    def __init__(self, **held: dict[str, Any]) -> None:
+        self.held = {key.replace("_", "."): values for key, values in held.items()}
+        self.stored: list[tuple[str, str]] = []
+        self.answers = True
+
+    async def get(self, key: str, *, latest: bool) -> Any:
+        if not self.answers:
+            await asyncio.Event().wait()
+        until = time.time() + 60
+        found = {subkey: ValueWithExpiration(value, until) for subkey, value in self.held.get(key, {}).items()}
+        return ValueWithExpiration(found, until)
+
+    async def store(self, key: str, value: Any, *, expiration_time: float, subkey: str) -> bool:
+        self.stored.append((key, subkey))
+        return True
+
+
+def member(dht: Dht, **settings: Any) -> Membership:
+    return Membership(cast(Any, dht), OWNER, **{"expiry_s": 12.0, "run_id": "run"} | settings)
+
+
+def contract(steps: int = 100) -> Contract:
+    return Contract.model_validate({"run": {"id": "run"}, "inner": {"steps": steps}})
+
+
+THEIRS = contract_to_wire(contract(7))
+
+
+def test_only_a_plain_peer_id_names_a_worker() -> None:
+    """Whoever owns a record may put anything before its id, also more than another peer takes for one."""
+    names = [STRANGER.peer_id, f"{'A' * 200}/{STRANGER.peer_id}", f"/{STRANGER.peer_id}", f"run/{STRANGER.peer_id}"]
+    one = member(Dht(run_progress={name: progress() for name in names}))
+    asyncio.run(one.refresh())
+    assert set(one.view) == set(one.known) == {STRANGER.peer_id}
+
+
+def test_a_dht_that_does_not_answer_in_time_shows_nothing_and_forgets_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(membership, "READ_LIMIT_S", 0.001)
+    dht = Dht(run_progress={STRANGER.peer_id: progress()}, opendiloco_runs={f"run/{STRANGER.peer_id}": THEIRS})
+    one = member(dht)
+    asyncio.run(one.refresh())
+    dht.answers = False
+    asyncio.run(one.refresh())
+    assert set(one.view) == {STRANGER.peer_id}
+    assert asyncio.run(one.find_runs()) == {}
+    asyncio.run(one.publish_contract(contract()))
+    assert dht.stored == [(membership.RUNS_KEY, f"run/{OWNER.peer_id}")]
+    assert sum("did not answer" in message for message in caplog.messages) == 3
+
+
+def test_two_looks_at_the_workers_fit_into_the_life_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def timeout(limit_s: float) -> contextlib.AbstractAsyncContextManager[None]:
+        limits.append(limit_s)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(membership, "asyncio", SimpleNamespace(timeout=timeout))
+    for expiry_s in (12.0, 3600.0):
+        asyncio.run(member(Dht(), expiry_s=expiry_s).refresh())
+    assert limits == [4.0, membership.READ_LIMIT_S]
+
+
+def test_only_copies_of_ones_own_contract_count_as_copies() -> None:
+    wire, now = contract_to_wire(contract()), [f"run/{name}" for name in "abc"]
+    full = Dht(opendiloco_runs=dict.fromkeys(now, wire))
+    asyncio.run(member(full).publish_contract(contract()))
+    assert full.stored == []
+    for junk in (
+        dict.fromkeys(now, THEIRS),
+        dict.fromkeys(now, b"junk"),
+        {f"run/{x}/{STRANGER.peer_id}": wire for x in "abc"},  # three places of one owner
+    ):
+        dht = Dht(opendiloco_runs=junk)
+        asyncio.run(member(dht).publish_contract(contract()))
+        assert dht.stored == [(membership.RUNS_KEY, f"run/{OWNER.peer_id}")]
+
+
+def test_of_several_contracts_of_a_run_the_one_counts_that_most_workers_with_committed_rounds_follow(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = contract()
+    standing = progress(contract=ours.digest, committed_tokens=10)
+    workers = {"a": standing, "b": standing, STRANGER.peer_id: standing | {"contract": contract(7).digest}}
+    copies = {"run/a": contract_to_wire(ours), f"run/{STRANGER.peer_id}": THEIRS}
+    dht = Dht(opendiloco_runs=copies, run_progress=workers)
+    assert asyncio.run(member(dht).find_runs()) == {"run": [ours]}
+    assert "2 of 3 workers with committed rounds follow" in caplog.messages[-1]
+    for undecided in ({"a": standing, STRANGER.peer_id: workers[STRANGER.peer_id]}, {"a": progress()}, {}):
+        dht.held["run.progress"] = undecided
+        assert len(asyncio.run(member(dht).find_runs())["run"]) == 2
+    dht.held["run.progress"] = {"a": standing | {"contract": "e" * 64}}  # nobody's on the DHT
+    assert len(asyncio.run(member(dht).find_runs())["run"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,20 +14,31 @@ from opendiloco import participation
 from opendiloco.allreduce import Group
 from opendiloco.participation import Participation
 from opendiloco.rounds import Position
+from opendiloco.wire import WireError
 
 POSITION = Position(3, "lineage", "hash", 0)
+
+
+LOST = WireError("connection lost")
 
 
 class Asked:
     """Stands for other workers: what each answers, call by call; the last answer stays."""
 
-    def __init__(self, **answers: list[bool | None]) -> None:
+    def __init__(self, **answers: list[bool | WireError | None]) -> None:
         self.answers, self.calls = answers, dict.fromkeys(answers, 0)
+        self.dead_after = dict.fromkeys(answers, math.inf)
+        """Calls after which a peer no longer renews its record."""
+
+    def is_heard_of(self, peer: str) -> bool:
+        return self.calls[peer] < self.dead_after[peer]
 
     async def has_round(self, peer: str, round: int, before: str) -> bool | None:
         assert (round, before) == (4, "lineage")
         said = self.answers[peer][min(self.calls[peer], len(self.answers[peer]) - 1)]
         self.calls[peer] += 1
+        if isinstance(said, WireError):
+            raise said
         return said
 
 
@@ -50,7 +62,7 @@ def committed_by(asked: Asked, monkeypatch: pytest.MonkeyPatch, *, limit_s: floa
     monkeypatch.setattr(participation, "time", clock)
     monkeypatch.setattr(participation, "asyncio", SimpleNamespace(gather=asyncio.gather, sleep=clock.sleep))
     monkeypatch.setattr(participation, "time_limit_s", lambda _: limit_s)
-    presence = SimpleNamespace(position=POSITION, peer="me")
+    presence = SimpleNamespace(position=POSITION, peer="me", is_heard_of=asked.is_heard_of)
     nobody, values = cast(Any, None), torch.zeros(1)
     worker = Participation(
         cast(Any, presence), nobody, nobody, nobody, cast(Any, asked), values=values, average=values, reduces=True
@@ -75,3 +87,12 @@ def test_member_that_is_undecided_at_first_is_asked_until_it_has_decided(monkeyp
     found, _ = committed_by(asked, monkeypatch)
     assert found == ["yes"]
     assert asked.calls == {"no": 2, "yes": 3}
+
+
+def test_member_that_cannot_be_asked_is_asked_again_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(back=[LOST, LOST, True], dead=[LOST], cut_off=[LOST])
+    asked.dead_after["dead"] = 3
+    found, clock = committed_by(asked, monkeypatch)
+    assert found == ["back"]
+    assert (asked.calls["back"], asked.calls["dead"]) == (3, 3)
+    assert clock.now < 6.0  # for ever would be too long

@@ -6,8 +6,7 @@ import argparse
 import builtins
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from opendiloco.agreement import check_agreement
 from opendiloco.config import ComputeConfig, Contract, InnerConfig, ModelConfig
 from opendiloco.errors import SettingsError
 from opendiloco.flat import FlatLayout, replica_digest, trainable_parameters
@@ -353,14 +351,3 @@ def test_a_worker_finds_it_out_before_it_starts_anything(tmp_path: Path) -> None
     with pytest.raises(SettingsError, match=r"model.name is '7b'"):
         run_worker(settings, tmp_path / "out", run_id=None, resume=None, address_file=None)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("difference", [{"layout": "theirs"}, {"params_hash": "theirs"}])
-def test_peers_with_other_weights_are_told_to_use_the_same_files(difference: dict[str, str]) -> None:
-    same = {"contract": "c", "layout": "l", "params_hash": "h", "hashed_round": 0}
-    own, theirs = SimpleNamespace(**same, started=2.0), SimpleNamespace(**{**same, **difference}, started=1.0)
-    membership = SimpleNamespace(view={"b": theirs}, identity=SimpleNamespace(peer_id="a"), own=None)
-    with pytest.raises(SettingsError, match=r"use the same files in model.name and model.start, and the same version"):
-        check_agreement(cast(Any, own), "run", cast(Any, membership))
-    theirs.layout, theirs.params_hash = "l", "h"
-    check_agreement(cast(Any, own), "run", cast(Any, membership))
