@@ -21,6 +21,7 @@ from opendiloco.wire import WireError
 
 CHECK_S = 0.25  # how often a wait for a group looks whether it still makes sense
 DECISION_POLL_S = 0.1
+MAX_LOST = 3  # answers of one peer: connections may break, but the survivors of a dead one want to go on
 
 
 class Participation:
@@ -176,13 +177,14 @@ class Participation:
         return [peer for peer, has_committed in zip(others, answers, strict=True) if has_committed]
 
     async def _ask_until_decided(self, peer: str, position: Position, limit_s: float) -> bool:
-        """Whether a peer has committed; one that cannot be asked may have, and is asked again as long as it lives."""
-        give_up = time.monotonic() + limit_s
+        """Whether a peer has committed; one that cannot be asked may have, and is asked again if it seems to live."""
+        give_up, lost = time.monotonic() + limit_s, 0
         while time.monotonic() <= give_up:
             try:
                 answer = await self._recoverer.has_round(peer, position.round + 1, position.lineage)
             except WireError:
-                answer = None if self._presence.is_heard_of(peer) else False
+                lost += 1
+                answer = None if lost < MAX_LOST and self._presence.is_heard_of(peer) else False
             if answer is not None:
                 return answer
             await asyncio.sleep(DECISION_POLL_S)

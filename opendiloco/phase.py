@@ -11,6 +11,7 @@ from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
 
 REPORT_S = 1.0  # between two reports
+STOPPED_S, STOPPED_STEPS = 30.0, 10  # without a report: the trainer does not train
 EARLY_SHARE = 0.1  # of a phase: work that begins within it counts as whole
 
 
@@ -135,3 +136,28 @@ class InnerPhase:
                 "outer.weighting is tokens and no tokens were counted in this round: call count_tokens before "
                 "each step, or set outer.weighting to uniform"
             )
+
+
+class Watch:
+    """Tells from its reports whether a trainer still trains: one that is suspended or hangs says nothing any more."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._step_s = clock, 0.0
+        self.begin(0)
+
+    def begin(self, steps: int) -> None:
+        """A phase begins, with so many inner steps behind it."""
+        self._steps, self._heard = steps, self._clock()
+
+    def report(self, steps: int) -> None:
+        """So many inner steps are done."""
+        now = self._clock()
+        if steps > self._steps:
+            self._step_s = (now - self._heard) / (steps - self._steps)
+        self._steps, self._heard = steps, now
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it has said nothing for much longer than its steps take; unknown, and so false, before the first."""
+        silence_s = self._clock() - self._heard
+        return self._step_s > 0 and silence_s > max(STOPPED_S, STOPPED_STEPS * self._step_s)

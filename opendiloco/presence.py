@@ -17,9 +17,10 @@ from opendiloco.evaluation import EvaluationPart
 from opendiloco.heartbeat import Heartbeat
 from opendiloco.lobby import Candidate, Outlook
 from opendiloco.membership import Membership, Progress, told_after
-from opendiloco.phase import PhaseReport
+from opendiloco.phase import PhaseReport, Watch
 from opendiloco.recovery import Goal
-from opendiloco.rounds import Position, group_key, is_heavier, joining_s, joining_step
+from opendiloco.rounds import Position, group_key
+from opendiloco.sight import heaviest, missing_line, phase_of_others
 
 REFRESH_S = 0.25  # shortest time between two looks at the DHT
 RENEWED_BEATS = 3  # without a new record, after which a worker that cannot be reached either is taken for dead
@@ -52,6 +53,7 @@ class Presence:
         self._membership, self._config, self._reconnect = membership, config, reconnect
         self._peer = membership.identity.peer_id
         self._agreement, self._heart = Agreement(contract.run.id, membership), Heartbeat(config.heartbeat_s)
+        self._watch, self._has_stopped = Watch(), False
         self._refreshed = 0.0
         self._phase_started = now = time.time()
         self._own = Progress(
@@ -97,6 +99,10 @@ class Presence:
     def report(self, report: PhaseReport) -> None:
         """Progress of the inner phase; told to others with the next heartbeat."""
         finish = time.time() + report.finish_in_s
+        self._watch.report(report.steps)
+        if self._has_stopped:
+            self._has_stopped = False
+            self._update(state="training")
         self._update(steps=report.steps, tokens_per_s=report.tokens_per_s, expected_finish=finish)
 
     def arrive(self) -> None:
@@ -120,7 +126,8 @@ class Presence:
             steps: where in the phase it is.
         """
         self.begin_phase()
-        self._ledger = position.ledger
+        self._watch.begin(steps)
+        self._ledger, self._has_stopped = position.ledger, False
         self._update(
             round=position.round,
             lineage=position.lineage,
@@ -158,6 +165,10 @@ class Presence:
         self._own = self._own.model_copy(update=changes)
 
     async def _announce(self) -> None:
+        if self._own.state == "training" and self._watch.has_stopped:
+            self._has_stopped = True
+            logger.warning("the trainer of this worker has done no step for long: the others go on without it")
+            self._update(state="following")
         self._update(issued=time.time())
         try:
             async with asyncio.timeout(self._config.expiry_s):  # then it has expired
@@ -228,21 +239,7 @@ class Presence:
     def goal(self, position: Position) -> Goal | None:
         """The heaviest lineage in sight, if it is heavier than that of `position`."""
         records = {peer: record for peer, record in self._membership.view.items() if self._is_like_own(record)}
-        best = max(records.values(), key=lambda record: (record.committed_tokens, record.lineage), default=None)
-        if (
-            best is None
-            or best.round == 0
-            or not is_heavier(best.committed_tokens, best.lineage, position.tokens, position.lineage)
-        ):
-            return None
-        hashes = state_hashes(records, best)
-        usual = usual_hash(hashes.values())
-        donors = [
-            peer
-            for peer, record in records.items()
-            if record.lineage == best.lineage and not record.client_mode and hashes.get(peer, usual) == usual
-        ]
-        return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
+        return heaviest(records, position)
 
     def behind(self) -> list[str]:
         """Live peers that got this worker's last round and have not announced it yet."""
@@ -266,18 +263,8 @@ class Presence:
         return usual_hash(state_hashes(self._membership.view, place).values())
 
     def phase(self) -> tuple[int, float]:
-        """Where in the inner phase of this worker's round the others are: see `rounds.joining_step` and `joining_s`."""
-        now, steps = time.time(), self.contract.inner.steps
-        at_work = [
-            record
-            for record in self._membership.view.values()
-            if record.lineage == self._own.lineage and record.state in ("training", "averaging")
-        ]
-        if not self._own.client_mode and all(record.client_mode for record in at_work):
-            return 0, 0.0  # none of them can lead a group: their round waits for a whole phase of this worker
-        done = [steps if record.state == "averaging" else record.steps for record in at_work]
-        left = [record.expected_finish - now for record in at_work if record.state == "averaging" or record.steps > 0]
-        return joining_step(done, steps), joining_s(left, self.contract.rounds.deadline)
+        """Where in the inner phase of this worker's round the others are; see `phase_of_others`."""
+        return phase_of_others(self._membership.view, self._own, self.contract, now=time.time())
 
     def _is_like_own(self, record: Progress) -> bool:
         return record.contract == self._own.contract and record.layout == self._own.layout
@@ -287,19 +274,8 @@ class Presence:
         present, wanted = len(self.outlook().candidates), self.contract.rounds.start_peers
         if not self.has_started and present < wanted:
             return f"{present} of {wanted} workers are there (rounds.start_peers), still to come: {wanted - present}"
-        candidates, view, now = self.outlook().candidates, self._membership.view, time.time()
-        if not any(candidate.can_lead for candidate in candidates.values()):
-            return (
-                f"none of the {len(candidates)} workers can be reached (swarm.client_mode), and one must lead the round"
-            )
-        records = {peer: view[peer] for peer in sorted(candidates) if peer in view}
-        missing = [
-            f"{peer} ({record.steps} inner steps done, expected in {max(0.0, record.expected_finish - now):.0f} s)"
-            for peer, record in records.items()
-            if (record.state, record.lineage) != ("averaging", self._own.lineage)
-        ]
-        there = f"{len(candidates) - len(missing)} of {len(candidates)} workers are there"
-        return f"{there}, missing: {', '.join(missing)}" if missing else there
+        candidates, view = self.outlook().candidates, self._membership.view
+        return missing_line(candidates, view, self._own.lineage, now=time.time())
 
     @property
     def fatal(self) -> OpendilocoError | None:

@@ -13,7 +13,7 @@ logs metrics scalars sinks trackers shared guard background leave addresses laun
 roundlog checkpoint hub text tokenizer sequences mixture prefetch reader tokens
 presets pretrained trained model generation separation loss compute lossscale optimizers inner precheck
 evaluate harness export ranks replica averager contribution
-membership tally agreement wire connect pace reducer allreduce lobby donor fetcher recovery heartbeat presence
+membership tally agreement wire connect pace reducer allreduce lobby donor fetcher recovery heartbeat sight presence
 rendezvous groups participation channel network swarm
 bootstrap report schedule loop standing diloco callback display evaluator worker
 trainer simulate processes demo cli __main__ __init__

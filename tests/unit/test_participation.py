@@ -89,10 +89,10 @@ def test_member_that_is_undecided_at_first_is_asked_until_it_has_decided(monkeyp
     assert asked.calls == {"no": 2, "yes": 3}
 
 
-def test_member_that_cannot_be_asked_is_asked_again_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(back=[LOST, LOST, True], dead=[LOST], cut_off=[LOST])
-    asked.dead_after["dead"] = 3
+def test_member_that_cannot_be_asked_is_asked_again_if_it_seems_to_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(back=[LOST, LOST, None, True], dead=[LOST], cut_off=[LOST])
+    asked.dead_after["cut_off"] = 1
     found, clock = committed_by(asked, monkeypatch)
     assert found == ["back"]
-    assert (asked.calls["back"], asked.calls["dead"]) == (3, 3)
-    assert clock.now < 6.0  # for ever would be too long
+    assert asked.calls == {"back": 4, "dead": participation.MAX_LOST, "cut_off": 1}
+    assert clock.now < 1.0  # the survivors of a dead member do not wait for its record to expire

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
-from opendiloco.phase import InnerPhase, PhaseReport
+from opendiloco.phase import InnerPhase, PhaseReport, Watch
 
 
 @dataclass
@@ -122,3 +122,33 @@ def test_tokens_that_nobody_counted_are_an_error_that_tells_the_cure() -> None:
     phase.step()
     with pytest.raises(SettingsError, match="call count_tokens before each step"):
         _ = phase.weight
+
+
+def test_trainer_has_stopped_once_it_is_silent_for_much_longer_than_its_steps_take() -> None:
+    clock = Clock()
+    watch = Watch(clock)
+    clock.now += 1000.0
+    assert not watch.has_stopped  # the first step may take any time
+    watch.begin(0)
+    for steps in (2, 4):
+        clock.now += 20.0
+        watch.report(steps)
+    clock.now += 99.0
+    assert not watch.has_stopped
+    clock.now += 2.0
+    assert watch.has_stopped
+    watch.report(5)
+    assert not watch.has_stopped
+
+
+def test_trainer_with_short_steps_is_given_half_a_minute() -> None:
+    clock = Clock()
+    watch = Watch(clock)
+    clock.now += 0.1
+    watch.report(10)
+    clock.now += 29.0
+    assert not watch.has_stopped
+    clock.now += 2.0
+    assert watch.has_stopped
+    watch.begin(0)
+    assert not watch.has_stopped

@@ -12,6 +12,7 @@ import pytest
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.membership import Progress
+from opendiloco.phase import PhaseReport, Watch
 from opendiloco.presence import Presence
 from opendiloco.rounds import Position
 
@@ -116,3 +117,23 @@ def test_a_worker_with_another_hash_than_most_gives_no_state_to_joiners() -> Non
     goal = worker.goal(Position(0, "0" * 64, "", 0))
     assert goal is not None
     assert goal.donors == ("b", "c", "late")
+
+
+def test_a_worker_whose_trainer_stops_is_not_waited_for_until_it_trains_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be suspended while its network process lives on."""
+
+    async def run() -> None:
+        worker = presence(SlowMembership())
+        worker.report(PhaseReport(steps=3, tokens_per_s=1.0, finish_in_s=1.0))
+        await worker._announce()
+        assert set(worker.outlook().candidates) == {"a"}
+        monkeypatch.setattr(Watch, "has_stopped", True)
+        await worker._announce()
+        assert set(worker.outlook().candidates) == set()
+        monkeypatch.setattr(Watch, "has_stopped", False)
+        worker.report(PhaseReport(steps=4, tokens_per_s=1.0, finish_in_s=1.0))
+        assert set(worker.outlook().candidates) == {"a"}
+
+    asyncio.run(run())
