@@ -55,6 +55,8 @@ class Group:
     members: tuple[Member, ...]
     quorum: int = 1
     """Fewest voters whose values may make a round: more than half of the workers that were alive at the start."""
+    live: int = 1
+    """Workers that were alive then, members or not."""
 
     @property
     def peers(self) -> tuple[str, ...]:

@@ -60,6 +60,8 @@ class Place(BaseModel):
     """From the member's arrival to the last one."""
     quorum: Annotated[int, Field(ge=1, le=MAX_MEMBERS)]
     """Fewest members whose values may make a round; the same for all."""
+    live: Annotated[int, Field(ge=1, le=2**20)]
+    """Workers of the round that are alive, in the group or not; the same for all."""
 
     @model_validator(mode="after")
     def _followers_reduce_nothing(self) -> Self:
@@ -199,6 +201,7 @@ class Lobby:
                 share=share,
                 wait_s=max(0.0, last - self._arrivals[peer].time),
                 quorum=quorum_size(len(live), rules.quorum),
+                live=len(live | offers.keys()),
             )
             for peer, share in zip(peers, shares, strict=True)
         }
@@ -223,4 +226,5 @@ def group_of(group_id: bytes, places: Mapping[str, Place]) -> Group:
         Member(peer, place.weight, place.tokens, place.share, tuple(place.readings))
         for peer, place in sorted(places.items())
     )
-    return Group(group_id, tuple(members), max(place.quorum for place in places.values()))
+    quorum, live = (max(getattr(place, name) for place in places.values()) for name in ("quorum", "live"))
+    return Group(group_id, tuple(members), quorum, live)

@@ -124,7 +124,7 @@ class Participation:
             outcome = RoundOutcome(
                 verdict=attempt.verdict,
                 reason="; ".join(f"{peer}: {reason}" for peer, reason in sorted(attempt.failures.items())),
-                live=len(self._presence.outlook().candidates.keys() | set(group.peers)),
+                live=group.live,
                 weights=attempt.weights,
                 tokens=attempt.tokens,
                 readings=attempt.readings,
