@@ -97,7 +97,6 @@ class InnerSteps:
                 optimizer.step()
                 if self._scale is not None:
                     self._scale.count_step()
-        self._drop_gradients()
         norm = grad_norm if math.isfinite(loss) else math.nan
         return InnerStepResult(loss=loss, grad_norm=norm, tokens=tokens.numel(), finite=finite)
 
@@ -147,7 +146,7 @@ class InnerSteps:
 
     def _accumulate(self, tokens: Tensor) -> Tensor:
         """Put the gradient of the batch's mean loss, times the loss scale, into .grad; returns that loss, fp32."""
-        self._drop_gradients()
+        self._drop_gradients()  # not before: memory that goes back to the system costs page faults in every step
         scale = self._scale.value if self._scale is not None else 1.0
         total, end_id = torch.zeros((), device=tokens.device), self._end_id
         targets = has_target(tokens, end_id).sum().clamp(min=1)
