@@ -1,0 +1,125 @@
+"""What would a round cost elsewhere? A cost model, checked against measured rounds, for larger models and swarms.
+
+The model has two numbers, fitted to the rounds of `bench wan`. Its error is that of each of those rounds as the others
+predict it. What the tables assume stands above them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import RESULTS, BenchmarkError, about, parse_options, run_script, write_lines
+from benchmarks.cost import Exchange, Measured, Training, fit, held_out_errors, utilization
+
+SIZES = {"60M": 60e6, "150M": 150e6, "400M": 400e6, "1B": 1e9, "3B": 3e9, "10B": 10e9}
+WORKERS = (2, 8, 32, 128)
+MBITS = {20: "20 Mbit/s", 100: "100 Mbit/s", 1_000: "1 Gbit/s", 10_000: "10 Gbit/s"}
+
+
+def measured_runs(path: Path) -> list[Measured]:
+    """The rounds in a file of `bench wan`.
+
+    Raises:
+        BenchmarkError: there are too few to fit and to check a model.
+    """
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    runs = [Measured(r["values"], r["workers"], r["codec"], r["mbit"], r["round_s"]) for r in records]
+    if len({run.payload_s for run in runs}) < 3:
+        raise BenchmarkError(f"{path} has too few different rounds: run bench wan first")
+    return runs
+
+
+def predictions(options: argparse.Namespace, exchange: Exchange) -> list[dict[str, Any]]:
+    """A record for each size, number of workers and bandwidth."""
+    found = []
+    for name, parameters in SIZES.items():
+        training = Training(parameters, options.steps, options.tokens, options.tflops * 1e12)
+        for workers in WORKERS:
+            for mbit in MBITS:
+                seconds = exchange.seconds(parameters, workers, options.codec, mbit)
+                found.append(
+                    {
+                        "model": name,
+                        "workers": workers,
+                        "mbit": mbit,
+                        "inner_s": training.inner_s,
+                        "exchange_s": seconds,
+                        "utilization": utilization(
+                            training,
+                            seconds,
+                            workers=workers,
+                            deaths_per_hour=options.deaths,
+                            recovery_s=options.recovery,
+                        ),
+                    }
+                )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fit, check, predict, print and keep what came out."""
+    parser = argparse.ArgumentParser(prog="launch.sh bench cost", description=__doc__)
+    parser.add_argument("--runs", type=Path, metavar="FILE", default=RESULTS / "wan.jsonl", help="of bench wan")
+    parser.add_argument("--codec", default="int8", help="int8, fp16 or none (default int8)")
+    parser.add_argument("--steps", type=int, default=500, metavar="H", help="inner steps of a round (default 500)")
+    parser.add_argument("--tokens", type=int, default=65_536, metavar="N", help="of a worker's step (default 65536)")
+    parser.add_argument("--tflops", type=float, default=50.0, metavar="T", help="useful, of a worker (default 50)")
+    parser.add_argument("--deaths", type=float, default=0.05, metavar="N", help="of a worker, an hour (default 0.05)")
+    parser.add_argument("--recovery", type=float, default=10.0, metavar="S", help="that each costs (default 10)")
+    options = parse_options(parser, "cost", argv, quick={})
+    runs = measured_runs(options.runs)
+    exchange, errors, found = fit(runs), held_out_errors(runs), []
+    found = predictions(options, exchange)
+    asked = {name: getattr(options, name) for name in ("codec", "steps", "tokens", "tflops", "deaths", "recovery")}
+    fitted = {"wire_factor": exchange.wire_factor, "fixed_s": exchange.fixed_s, "held_out_errors": errors}
+    write_lines(options.out, [{"benchmark": "cost", **asked, **fitted, "predictions": found, **about()}])
+    show(options, runs, errors, exchange, found)
+    return 0
+
+
+def show(
+    options: argparse.Namespace,
+    runs: Sequence[Measured],
+    errors: Sequence[float],
+    exchange: Exchange,
+    found: Sequence[dict[str, Any]],
+) -> None:
+    """Print the check and the tables."""
+    console = Console()
+    console.print(f"an exchange takes {exchange.fixed_s:.2f} s and {exchange.wire_factor:.2f} times its payload's time")
+    for run, error in zip(runs, errors, strict=True):
+        console.print(
+            f"{run.codec} at {run.mbit:g} Mbit/s: {run.seconds:.2f} s measured, {run.seconds * (1 + error):.2f} "
+            f"predicted from the others ({error:+.0%})",
+            highlight=False,
+        )
+    console.print(
+        f"share of all workers' time that trains, and seconds of an exchange; H = {options.steps}, {options.tokens:,} tokens a step, "
+        f"{options.tflops:g} useful TFLOP/s, {options.codec}, {options.deaths:g} deaths of a worker an hour",
+        highlight=False,
+    )
+    table = Table("model", "phase", "workers")
+    for name in MBITS.values():
+        table.add_column(name, justify="right", no_wrap=True)
+    rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for one in found:
+        rows.setdefault((one["model"], one["workers"]), []).append(one)
+    for (model, workers), cells in rows.items():
+        phase = f"{cells[0]['inner_s'] / 60:.1f} min"
+        table.add_row(model, phase, str(workers), *(f"{c['utilization']:.0%} {c['exchange_s']:,.0f} s" for c in cells))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run_script("bench_cost", main)
