@@ -105,8 +105,8 @@ def show(
             highlight=False,
         )
     console.print(
-        f"share of all workers' time that trains, and seconds of an exchange; H = {options.steps}, {options.tokens:,} tokens a step, "
-        f"{options.tflops:g} useful TFLOP/s, {options.codec}, {options.deaths:g} deaths of a worker an hour",
+        f"share of all workers' time that trains, and seconds of an exchange; H = {options.steps}, "
+        f"{options.tokens:,} tokens a step, {options.tflops:g} useful TFLOP/s, {options.codec}, {options.deaths:g} deaths of a worker an hour",
         highlight=False,
     )
     table = Table("model", "phase", "workers")

@@ -1,4 +1,4 @@
-"""What a round costs on paper: bytes, bandwidth, the length of a step, churn. Pure functions; figures come from runs."""
+"""What a round costs on paper: bytes, bandwidth, the length of a step, churn. Its figures come from runs."""
 
 from __future__ import annotations
 
