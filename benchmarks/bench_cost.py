@@ -106,7 +106,8 @@ def show(
         )
     console.print(
         f"share of all workers' time that trains, and seconds of an exchange; H = {options.steps}, "
-        f"{options.tokens:,} tokens a step, {options.tflops:g} useful TFLOP/s, {options.codec}, {options.deaths:g} deaths of a worker an hour",
+        f"{options.tokens:,} tokens a step, {options.tflops:g} useful TFLOP/s, {options.codec}, "
+        f"{options.deaths:g} deaths of a worker an hour",
         highlight=False,
     )
     table = Table("model", "phase", "workers")
