@@ -156,7 +156,10 @@ def _load(path: Path, asked: str, contract: str) -> Checkpoint:
     try:
         meta = json.loads((path / _META).read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise SettingsError(f"{asked}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN") from None
+        there = ", ".join(found.name for found in checkpoints(path.parent)) or "none"
+        raise SettingsError(
+            f"{asked}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN (in {path.parent}: {there})"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(asked, path, error) from None
     try:
@@ -175,7 +178,7 @@ def _load(path: Path, asked: str, contract: str) -> Checkpoint:
     if theirs != contract:
         raise _UnusableError(
             f"{asked}: {path} belongs to run contract {theirs[:12]}, this run has {contract[:12]}: "
-            f"use the run.toml beside it"
+            f"use the run.toml of its worker (--run {path.parent.parent / 'run.toml'})"
         )
     return checkpoint
 

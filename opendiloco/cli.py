@@ -114,7 +114,8 @@ def train(
 ) -> int:
     """Train as a worker: start a swarm, or join one with --peers.
 
-    Without --run, a worker that joins takes the run contract from the swarm.
+    Without --run, a worker that joins takes the run contract from the swarm, and one that resumes and does not join the
+    one in its folder.
     """
     from opendiloco.settings import Flag, load_settings
 
@@ -123,6 +124,9 @@ def train(
     flags = [Flag(option, setting, value) for option, (setting, value) in given.items() if value not in (None, [])]
     settings = load_settings(run, peer, set_ or (), flags=flags)
     folder = out or Path("runs") / settings.contract.run.id
+    kept = folder / "run.toml"
+    if resume is not None and run is None and not settings.peer.swarm.peers and kept.is_file():
+        settings = load_settings(kept, peer, set_ or (), flags=flags)
     state.log_file = folder / "log.txt"
     with _leave_on_request():
         leave_with_launcher()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from opendiloco.addresses import forget_addresses, write_addresses
 from opendiloco.checkpoint import CheckpointWriter, checkpoints, load_checkpoint
+from opendiloco.config import Contract
 from opendiloco.display import Display
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.leave import LeaveRequest, ends_in_order
@@ -15,7 +16,7 @@ from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.mixture import check_sources
 from opendiloco.precheck import check_replica
-from opendiloco.settings import Settings, write_toml
+from opendiloco.settings import Settings, load_settings, write_toml
 from opendiloco.swarm import Swarm
 from opendiloco.trackers import check_sinks, open_sinks
 
@@ -39,7 +40,8 @@ def run_worker(
         return assist(ranks)
     check_sinks(settings.peer.log.sinks)
     check_folder(out)
-    forget_addresses(address_file)
+    for file in (out / "addresses", address_file):
+        forget_addresses(file)
     if settings.has_run_file or not settings.peer.swarm.peers:
         check_batch(settings.contract, ranks)
         check_sources(settings.contract.data)
@@ -57,10 +59,12 @@ def run_worker(
 
         swarm.open()
         settings, has_brought_contract = agree_on_contract(settings, swarm, run_id)
+        check_owner(out, settings.contract)
+        checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
         write_toml(out / "run.toml", settings.contract)
         write_toml(out / "peer.toml", settings.peer)
-        write_addresses(address_file, swarm.addresses)
-        checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
+        for file in (out / "addresses", address_file):
+            write_addresses(file, swarm.addresses)
         if checkpoint is not None:
             logger.info("resumes from the checkpoint of round %d", checkpoint.position.round)
         elif has_brought_contract:
@@ -98,12 +102,33 @@ def check_folder(out: Path) -> None:
             raise SettingsError(f"--out {out} holds a file named {name}: move it, or name another folder")
 
 
+def check_owner(out: Path, contract: Contract) -> None:
+    """Raise SettingsError where a worker's folder holds what another run has left there: this one would replace it."""
+    kept = out / "run.toml"
+    if not kept.is_file() or not (_has_trained(out) or (out / "model").exists()):
+        return
+    try:
+        theirs = load_settings(kept).contract
+    except SettingsError:
+        return  # of another version: nothing can be said
+    if theirs.digest != contract.digest:
+        raise SettingsError(
+            f"--out {out} is the folder of a worker of run {theirs.run.id} with another contract "
+            f"({theirs.digest[:12]}, now {contract.digest[:12]}): name another folder; --resume latest without --run "
+            f"goes on with what is there"
+        )
+
+
+def _has_trained(out: Path) -> bool:
+    return bool(checkpoints(out / "checkpoints")) or any((out / "roundlog").glob("*"))
+
+
 def warn_of_earlier_life(out: Path, resume: str | None) -> None:
     """Where a worker begins a run anew in a folder that has seen one: hardly ever what its user wants."""
     found = checkpoints(out / "checkpoints")
     if resume is not None and not found:
         logger.warning("--resume %s: %s holds no checkpoint, this worker starts from the beginning", resume, out)
-    elif found or any((out / "roundlog").glob("*")):
+    elif _has_trained(out):
         newest = f" (newest checkpoint: {found[-1].name})" if found else ""
         logger.warning(
             "%s was a worker's folder before%s, and the run starts from the beginning all the same: --peers ADDRESS "

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from opendiloco.cli import main
+from opendiloco.config import Contract
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.options import spread_peers
 
@@ -195,6 +196,18 @@ def test_train_without_peers_keeps_those_of_the_peer_file(behind: Behind, tmp_pa
     ((settings, out), options) = calls[0]
     assert (settings.peer.swarm.peers, out) == ((A,), tmp_path)
     assert options == {"run_id": None, "resume": None, "address_file": None}
+
+
+@pytest.mark.parametrize(("options", "takes"), [([], False), (["--resume", "latest"], True), (["--peers", A], False)])
+def test_train_that_resumes_by_itself_takes_the_settings_of_its_folder(
+    behind: Behind, tmp_path: Path, options: list[str], takes: bool
+) -> None:
+    calls = behind("trainer", "run_worker")
+    (tmp_path / "run.toml").write_text('[run]\nid = "mine"\nrounds = 77\n')
+    assert main(["train", "--out", str(tmp_path), *options, *(["--resume", "latest"] if A in options else [])]) == 0
+    (((settings, _), _),) = calls
+    assert settings.has_run_file == takes
+    assert settings.contract.run.rounds == (77 if takes else Contract().run.rounds)
 
 
 def test_bootstrap_hands_on_its_addresses(behind: Behind) -> None:

@@ -18,9 +18,9 @@ from opendiloco.evaluate import validation_loss
 from opendiloco.leave import Leave
 from opendiloco.metrics import MetricsLog
 from opendiloco.ranks import Ranks
-from opendiloco.settings import Settings
+from opendiloco.settings import Settings, write_toml
 from opendiloco.text import check_source
-from opendiloco.trainer import agree_on_contract, check_folder, warn_of_earlier_life
+from opendiloco.trainer import agree_on_contract, check_folder, check_owner, warn_of_earlier_life
 from opendiloco.worker import Worker
 
 
@@ -78,6 +78,18 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(
     warn_of_earlier_life(tmp_path, resume)
     assert len(caplog.messages) == bool(line)
     assert re.search(line, " ".join(caplog.messages))
+
+
+def test_a_folder_with_the_work_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    mine, other = Contract(), Contract(run=RunConfig(id="other"))
+    check_owner(tmp_path, mine)
+    write_toml(tmp_path / "run.toml", other)
+    check_owner(tmp_path, mine)  # nothing came of that start
+    (tmp_path / "roundlog").mkdir()
+    (tmp_path / "roundlog" / "round-3").write_text("")
+    check_owner(tmp_path, other)
+    with pytest.raises(SettingsError, match=r"folder of a worker of run other with another contract .*--resume latest"):
+        check_owner(tmp_path, mine)
 
 
 @pytest.mark.parametrize(("run_id", "named"), [("later", "later"), (None, "(any)")])
