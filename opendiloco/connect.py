@@ -65,7 +65,7 @@ class Host:
                     wait_timeout=min(DHT_WAIT_S, self._config.expiry_s / 4),  # one silent peer spoils no look-up
                 )
         except ValidationError as error:
-            raise _explain_validation(str(error)) from None
+            raise _explain_validation(str(error), self._identity.path) from None
         except (*TRANSPORT_ERRORS, RuntimeError) as error:
             raise self._explain(error, limit_s) from None
 
@@ -224,12 +224,12 @@ def _can_bind(family: socket.AddressFamily, host: str, port: int) -> bool:
         return True
 
 
-def _explain_validation(message: str) -> SettingsError:
+def _explain_validation(message: str, key_file: Path | None) -> SettingsError:
     times = re.search(r"local: ([\d.]+), peer: ([\d.]+)", message)
     if times is None:
         return SettingsError(
             "swarm.host_maddrs: others cannot reach this peer: open its port, set swarm.announce_maddrs to the address "
-            "they can use, or set swarm.client_mode=true"
+            f"they can use, or set swarm.client_mode=true (or swarm.identity {key_file} is another process's key, too)"
         )
     skew_s = float(times[1]) - float(times[2])
     return SettingsError(

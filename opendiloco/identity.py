@@ -161,11 +161,13 @@ def _decode_private_key(data: bytes, path: Path) -> PrivateKey:
     try:
         kind, body = _unpack(data)
         if kind == _ED25519 and len(body) in (64, 96):
-            return ed25519.Ed25519PrivateKey.from_private_bytes(body[:32])
-        if kind == _RSA:
-            key = serialization.load_der_private_key(body, password=None)
-            if isinstance(key, rsa.RSAPrivateKey):
+            key = ed25519.Ed25519PrivateKey.from_private_bytes(body[:32])
+            if body[32:64] == key.public_key().public_bytes_raw():  # libp2p takes this half as it stands
                 return key
+        if kind == _RSA:
+            loaded = serialization.load_der_private_key(body, password=None)
+            if isinstance(loaded, rsa.RSAPrivateKey):
+                return loaded
     except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: encrypted
         pass
     raise SettingsError(f"swarm.identity {path} is not an Ed25519 or RSA key of libp2p: name another file")

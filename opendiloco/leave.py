@@ -77,9 +77,10 @@ def ends_in_order(leaving: Callable[[], bool]) -> Iterator[None]:
         yield
     except Leave:
         return
-    except SwarmError:
+    except SwarmError as error:
         if not leaving():
             raise
+        logger.warning("this worker has left, and not in order: %s", error)
 
 
 class LeaveRequest:

@@ -269,11 +269,12 @@ def _clock_offset_s() -> float:
 
 
 async def _run(connection: Connection, memory: int) -> None:
-    """Answer the trainer's calls until it hangs up, SIGTERM comes, or the daemon ends."""
+    """Answer the trainer's calls until it hangs up, a signal comes, or the daemon ends."""
     config, key_file, folder = connection.recv()  # from the process that started this one
     peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir(), folder, memory)
     loop, parent = asyncio.get_running_loop(), os.getppid()
-    loop.add_signal_handler(signal.SIGTERM, peer.failed.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, peer.failed.set)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # nobody would clean up without the guard
     endings = {loop.create_task(answer_calls(connection, peer)), loop.create_task(peer.failed.wait())}
     try:

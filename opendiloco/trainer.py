@@ -11,7 +11,7 @@ from opendiloco.checkpoint import CheckpointWriter, checkpoints, load_checkpoint
 from opendiloco.config import Contract
 from opendiloco.display import Display
 from opendiloco.errors import SettingsError, SwarmError
-from opendiloco.leave import LeaveRequest, ends_in_order
+from opendiloco.leave import Leave, LeaveRequest, ends_in_order
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.mixture import check_sources
@@ -60,6 +60,8 @@ def run_worker(
         swarm.open()
         settings, has_brought_contract = agree_on_contract(settings, swarm, run_id)
         check_owner(out, settings.contract)
+        if leaving():
+            raise Leave  # before others count on it
         checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
         write_toml(out / "run.toml", settings.contract)
         write_toml(out / "peer.toml", settings.peer)

@@ -126,8 +126,10 @@ class Worker:
                 self.step()
             self._evaluator.finish(self._leaving)
         except (Leave, SwarmError) as error:
-            if isinstance(error, SwarmError) and not self._leaving():
-                raise
+            if isinstance(error, SwarmError):
+                if not self._leaving():
+                    raise
+                self._logger.warning("%s", error)
             reason = "asked to leave"
             self._checkpoint(leaving=True)
         finally:

@@ -152,10 +152,9 @@ def test_two_processes_train_like_one_and_end_together_when_one_is_killed(
         command.popen.wait()
     _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
     assert not alive
-    lost = "opendiloco: another of this worker's 2 processes has ended ("
-    assert lost in command.errors or command.events("leave"), (
-        command.errors
-    )  # torchrun may have asked it to leave first
+    lost = "another of this worker's 2 processes has ended ("
+    has_left = bool(command.events("leave"))  # torchrun may have asked it to, before
+    assert lost in command.errors or has_left, command.errors
 
     short = contract.model_copy(update={"run": RunConfig(id="ranks", rounds=ROUNDS)})
     simulate(short, ComputeConfig(threads=1), ["alone"], tmp_path / "alone")

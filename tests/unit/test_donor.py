@@ -17,11 +17,14 @@ from opendiloco import donor as donors
 from opendiloco.codec import get_codec
 from opendiloco.donor import Ask, Donor
 from opendiloco.fetcher import Fetcher
+from opendiloco.recovery import Recoverer
 from opendiloco.roundlog import LogEntry
 from opendiloco.rounds import Position
 from opendiloco.wire import FrameKind, Stream, WireError
 
 SIZE, BEFORE, AFTER = 8, "b" * 64, "a" * 64
+
+LOST = WireError("connection lost")
 
 
 class Loopback:
@@ -111,3 +114,19 @@ def test_only_a_clear_no_counts_as_no(tmp_path: Path) -> None:
                 await asking.has_round("donor", 4, BEFORE)
 
     with_loopback(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("answers", "has"), [([False, True], True), ([LOST, True], True), ([False, None], False), ([False, LOST], False)]
+)
+def test_a_gap_in_one_donors_log_does_not_mean_that_a_round_is_on_another_lineage(
+    answers: list[bool | WireError | None], has: bool
+) -> None:
+    async def has_round(donor: str, round: int, before: str) -> bool | None:
+        said = answers[int(donor)]
+        if isinstance(said, WireError):
+            raise said
+        return said
+
+    asked = cast(Any, SimpleNamespace(has_round=has_round))
+    assert asyncio.run(Recoverer._have_round(asked, ["0", "1"], 4, "lineage")) == has

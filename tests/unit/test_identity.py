@@ -145,6 +145,7 @@ NO_KEYS = {
     "zeros": bytes(100),
     "a public key": protobuf(KIND_ED25519, PUBLIC),
     "cut": ED25519_FILE[:-1],
+    "another public half": protobuf(KIND_ED25519, SEED + PUBLIC[:-1] + bytes([PUBLIC[-1] ^ 1])),
     "too long": ED25519_FILE + b"\0",
     "Ed25519 called RSA": protobuf(KIND_RSA, SEED + PUBLIC),
     "RSA called Ed25519": protobuf(KIND_ED25519, plain(rsa_key(), PKCS1)),
