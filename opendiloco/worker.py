@@ -126,10 +126,9 @@ class Worker:
                 self.step()
             self._evaluator.finish(self._leaving)
         except (Leave, SwarmError) as error:
-            if isinstance(error, SwarmError):
-                if not self._leaving():
-                    raise
-                self._logger.warning("%s", error)
+            if isinstance(error, SwarmError) and not self._leaving():
+                raise
+            self._logger.info("ends before the last round%s", f": {error}" if str(error) else "")
             reason = "asked to leave"
             self._checkpoint(leaving=True)
         finally:
@@ -270,9 +269,7 @@ class Worker:
         optimizer = self.optimizer
         if self._writer is None or not self._every_rounds or optimizer.round == self._checkpointed:
             return
-        if not optimizer.has_state:
-            return
-        if optimizer.round % self._every_rounds and not leaving:
+        if not optimizer.has_state or (optimizer.round % self._every_rounds and not leaving):
             return
         self._checkpointed = optimizer.round
         outer = optimizer.outer
