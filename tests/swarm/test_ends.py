@@ -160,15 +160,15 @@ def test_killed_bootstrap_peer_without_a_folder_leaves_nothing(commands: Command
     wait_until(lambda: set(temporary.glob("opendiloco*")) <= before, "its files are gone", limit_s=CLEAN_LIMIT_S)
 
 
-@pytest.mark.parametrize("with_helpers", [False, True], ids=["alone", "as a service"])
+@pytest.mark.parametrize("to_helpers", [None, signal.SIGTERM, signal.SIGINT], ids=["alone", "service", "group"])
 def test_worker_in_the_middle_of_its_training_leaves_in_order_when_asked(
-    commands: Commands, wait_until: WaitUntil, with_helpers: bool
+    commands: Commands, wait_until: WaitUntil, to_helpers: signal.Signals | None
 ) -> None:
     """Whoever stops a service may signal its network process and its daemon at the same time."""
     worker = commands.worker(contract=commands.contract(rounds=100_000), sets=["checkpoint.every_rounds=1000"])
     wait_until(lambda: worker.events("round") or worker.popen.poll() is not None, "it has trained a round")
-    for helper in worker.below() if with_helpers else ():
-        helper.terminate()
+    for helper in worker.below() if to_helpers else ():
+        helper.send_signal(to_helpers)
     worker.popen.send_signal(signal.SIGTERM)
     assert worker.wait(LEAVE_LIMIT_S) == 0, worker.errors
     assert len(list((worker.folder / "checkpoints").glob("round-*"))) == 1
