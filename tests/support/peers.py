@@ -95,11 +95,11 @@ class Peer:
 
     def gathers(self, other: Peer) -> bool:
         """Whether another worker waits for its group here, and this one is to lead it."""
-        rendezvous = self.process._participation._rendezvous
+        rendezvous, key = self.process._participation._rendezvous, self.process._presence.outlook().key
         lobby = rendezvous._lobby
-        if lobby is None or other.peer_id not in lobby._arrivals:
-            return False
-        return rendezvous._leader(lobby.key) == self.peer_id
+        if lobby is None or lobby.key != key or lobby.started.done() or other.peer_id not in lobby._arrivals:
+            return False  # the arrivals of a round that is over are those of its group
+        return rendezvous._leader(key) == self.peer_id
 
     @property
     def candidates(self) -> set[str]:
