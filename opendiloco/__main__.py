@@ -8,11 +8,12 @@ import signal
 import sys
 from typing import NoReturn
 
-signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # asked to leave before there is anything to leave
+PEERS = ("train", "bootstrap")  # asked to leave before there is anything to leave, they end with 0
+
+for number in (signal.SIGINT, signal.SIGTERM) if sys.argv[1:2] and sys.argv[1] in PEERS else ():
+    signal.signal(number, lambda *_: os._exit(0))  # until the command has handlers of its own
 
 from opendiloco.cli import main  # noqa: E402
-
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run() -> NoReturn:

@@ -24,6 +24,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: several processes with several threads each wait for one another
+
 # Examples take as long as they take: others may keep the machine busy.
 settings.register_profile("opendiloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("opendiloco")

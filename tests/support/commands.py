@@ -33,7 +33,9 @@ class Command:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, arguments = folder, [*arguments, *(["--out", str(folder)] if is_told else [])]
         if os.environ.get("PYTHONPATH") == warm.python_path:
-            self.popen = warm.start(arguments, out=folder / "stdout.txt", errors=folder / "stderr.txt")
+            self.popen = warm.start(
+                ["-m", "opendiloco", *arguments], out=folder / "stdout.txt", errors=folder / "stderr.txt"
+            )
             return
         with (folder / "stdout.txt").open("wb") as out, (folder / "stderr.txt").open("wb") as errors:
             self.popen = subprocess.Popen(

@@ -1,12 +1,13 @@
-"""`opendiloco` commands forked from a process that has imported everything: imports take seconds, a fork none.
+"""Python programs forked from a process that has imported everything: imports take seconds, a fork none.
 
-The command runs as ever, from `opendiloco.__main__.run` on; only its imports are done already.
+The program runs as ever, an `opendiloco` command from `opendiloco.__main__.run` on; only its imports are done already.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -14,12 +15,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO, NoReturn
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 MESSAGE_BYTES = 1 << 20
 IMPORTED = ("opendiloco.cli", "opendiloco.trainer", "opendiloco.swarm", "opendiloco.worker", "opendiloco.simulate")
+COMMAND, DEMO = ("-m", "opendiloco"), ("-m", "opendiloco.demo")
 
 
 class Forked:
@@ -51,6 +54,9 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -71,14 +77,32 @@ class Warm:
             )
         self._socket = ours
 
-    def start(self, arguments: Sequence[str], *, out: Path, errors: Path) -> Forked:
-        """Run `opendiloco ARGUMENTS` with this process's environment and folder, its output in files."""
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        out: Path,
+        errors: Path,
+        imports: Sequence[str] = (),
+        interruptible: bool = True,
+    ) -> Forked:
+        """Run `python ARGUMENTS` with this process's environment and folder, its output in files.
+
+        Args:
+            arguments: those of `python`: an `opendiloco` command, the demo, or a script.
+            imports: what to import first, for this program and later ones.
+            interruptible: False: SIGINT is ignored at first, as in what a shell starts in the background.
+        """
+        for file in (out, errors):
+            file.touch()
         pid = self.ask(
             {
                 "arguments": list(arguments),
                 "environment": dict(os.environ),
                 "folder": os.getcwd(),
                 "files": [str(out), str(errors)],
+                "imports": list(imports),
+                "interruptible": interruptible,
             }
         )
         assert pid is not None
@@ -98,12 +122,14 @@ class Warm:
 
 
 def serve(descriptor: int) -> None:
-    """Fork commands and say how they ended, until the tests hang up."""
+    """Fork programs and say how they ended, until the tests hang up."""
     for module in IMPORTED:
         __import__(module)
     requests = socket.socket(fileno=descriptor)
     while message := requests.recv(MESSAGE_BYTES):
         request = json.loads(message)
+        for module in request.get("imports", ()):
+            __import__(module)
         if "status" in request:
             pid, status = os.waitpid(request["status"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
@@ -114,7 +140,7 @@ def serve(descriptor: int) -> None:
     os._exit(0)  # taking all those modules apart takes seconds
 
 
-def _become(request: dict[str, object]) -> None:
+def _become(request: dict[str, object]) -> NoReturn:
     arguments, environment, folder, files = (request[key] for key in ("arguments", "environment", "folder", "files"))
     assert isinstance(arguments, list)
     assert isinstance(environment, dict)
@@ -123,15 +149,80 @@ def _become(request: dict[str, object]) -> None:
     os.chdir(str(folder))
     os.environ.clear()
     os.environ.update(environment)
+    if not request["interruptible"]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in enumerate(files, start=1):
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         os.dup2(file, number)
         os.close(file)
-    sys.argv = ["opendiloco", *map(str, arguments)]
-    from opendiloco.__main__ import run
+    _run(*map(str, arguments))
 
-    run()
+
+def _run(*arguments: str) -> NoReturn:
+    """What `python ARGUMENTS` does."""
+    if arguments[:2] == COMMAND:
+        sys.argv = ["opendiloco", *arguments[2:]]
+        from opendiloco.__main__ import run
+
+        run()
+    if arguments[:2] == DEMO:
+        from opendiloco import demo, processes
+
+        vars(processes)["subprocess"] = Forking
+        code: object = demo.main(arguments[2:])
+    else:
+        sys.argv, code = list(arguments), 0
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else bool(code))
+
+
+class Forking:
+    """What `opendiloco.processes` needs of the module subprocess, with children that are forks."""
+
+    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    class Popen:
+        def __init__(self, command: list[str], *, stdout: IO[bytes], **_: object) -> None:
+            self.returncode: int | None = None
+            self.pid = os.fork()
+            if self.pid == 0:
+                os.setsid()
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
+                for number in (1, 2):
+                    os.dup2(stdout.fileno(), number)
+                _run(*command[1:])
+
+        def poll(self) -> int | None:
+            return self._wait(os.WNOHANG)
+
+        def wait(self, timeout: float | None = None) -> int | None:
+            if self.poll() is None and timeout is not None:
+                process = os.pidfd_open(self.pid)
+                is_over = select.select([process], [], [], timeout)[0]
+                os.close(process)
+                if not is_over:
+                    raise subprocess.TimeoutExpired("opendiloco", timeout)
+            return self._wait(0)
+
+        def _wait(self, options: int) -> int | None:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, options)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
+
+        def send_signal(self, number: int) -> None:
+            if self.poll() is None:
+                os.kill(self.pid, number)
+
+        def kill(self) -> None:
+            self.send_signal(signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

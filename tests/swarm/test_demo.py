@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from opendiloco.processes import Processes
 
 if TYPE_CHECKING:
     from support.waiting import WaitUntil
+    from support.warm import Forked, Warm
 
 LIMIT_S = 120.0
 STOP_LIMIT_S = 10.0
@@ -27,15 +27,16 @@ class Demo:
     """A running demo, with what it prints in a file."""
 
     folder: Path
-    popen: subprocess.Popen[bytes]
+    popen: Forked
 
     @property
     def lines(self) -> list[str]:
         return (self.folder / "shown.txt").read_text().splitlines()
 
     def worker(self, index: int) -> psutil.Process:
-        folder = str(self.folder / "demo" / f"worker-{index}")
-        (found,) = (child for child in psutil.Process(self.popen.pid).children() if folder in child.cmdline())
+        output = str(self.folder / "demo" / f"worker-{index}" / "console.txt")
+        children = psutil.Process(self.popen.pid).children()
+        (found,) = (child for child in children if os.readlink(f"/proc/{child.pid}/fd/1") == output)
         return found
 
     def has_shown(self, start: str) -> bool:
@@ -47,22 +48,15 @@ Start = Callable[..., Demo]
 
 
 @pytest.fixture
-def start(tmp_path: Path, text_file: Path) -> Iterator[Start]:
+def start(tmp_path: Path, text_file: Path, warm: Warm) -> Iterator[Start]:
     demos: list[Demo] = []
 
     def start(*arguments: str, rounds: int) -> Demo:
         sets = [f"data.source=text:{text_file}", "inner.steps=3", "inner.batch_size=2", "data.validation_sequences=4"]
-        command = [sys.executable, "-m", "opendiloco.demo", "--out", str(tmp_path / "demo"), "--rounds", str(rounds)]
+        command = ["-m", "opendiloco.demo", "--out", str(tmp_path / "demo"), "--rounds", str(rounds)]
         command += [*arguments, *(part for value in sets for part in ("--set", value))]
-        with (tmp_path / "shown.txt").open("wb") as shown:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=shown,
-                stderr=shown,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as of a shell script's `&`
-            )
-        demos.append(Demo(tmp_path, popen))
+        shown = tmp_path / "shown.txt"
+        demos.append(Demo(tmp_path, warm.start(command, out=shown, errors=shown, interruptible=False)))
         return demos[-1]
 
     yield start

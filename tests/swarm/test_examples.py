@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from opendiloco.leave import Leave
 
 if TYPE_CHECKING:
     from support.waiting import WaitUntil
+    from support.warm import Forked, Warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -27,23 +27,24 @@ LIMIT_S = 170.0
 LINES = 40
 
 
-def start(example: str, folder: Path, workers: int, *peers: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "examples" / example), str(folder), str(workers), *peers]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def start(warm: Warm, example: str, folder: Path, workers: int, *peers: str) -> Forked:
+    folder.mkdir()
+    shown, arguments = folder / "shown.txt", [str(ROOT / "examples" / example), str(folder), str(workers), *peers]
+    return warm.start(arguments, out=shown, errors=shown, imports=["opendiloco.callback", "transformers.trainer"])
 
 
 def model_of(folder: Path) -> bytes:
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
-def test_two_trainers_form_a_swarm_and_end_with_one_model(tmp_path: Path, wait_until: WaitUntil) -> None:
-    one = start("trainer.py", tmp_path / "one", 2)
+def test_two_trainers_form_a_swarm_and_end_with_one_model(tmp_path: Path, warm: Warm, wait_until: WaitUntil) -> None:
+    one = start(warm, "trainer.py", tmp_path / "one", 2)
     addresses = tmp_path / "one" / "addresses"
     wait_until(lambda: one.poll() is not None or addresses.exists(), "the first one is up")
-    two = start("trainer.py", tmp_path / "two", 2, *addresses.read_text().split())
-    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in (one, two)]
-    assert [process.returncode for process in (one, two)] == [0, 0], outputs
+    two = start(warm, "trainer.py", tmp_path / "two", 2, *addresses.read_text().split())
+    codes = [process.wait(LIMIT_S) for process in (one, two)]
+    outputs = [(tmp_path / name / "shown.txt").read_text() for name in ("one", "two")]
+    assert codes == [0, 0], outputs
     assert model_of(tmp_path / "one") == model_of(tmp_path / "two")
     assert all(output.count("'round_workers': 2") == 4 for output in outputs), outputs
 

@@ -15,7 +15,7 @@ from opendiloco.outer import OuterState, outer_step, params_hash
 if TYPE_CHECKING:
     from support.peers import Network
 
-ROUNDS = 20
+ROUNDS = 8
 WEIGHTS = (1.0, 2.5, 1000.0)
 TOLERANCE = {"none": 1e-6, "fp16": 1e-3, "int8": 2e-2}  # relative L2: lossy twice, on the way and back
 

@@ -80,16 +80,57 @@ def _assert_gone(command: RankedCommand, processes: list[psutil.Process], limit_
     assert not alive, command.errors
 
 
-def test_every_process_leaves_when_torchrun_is_killed(
+def _assert_like_one_process(command: RankedCommand, contract: Contract, folder: Path, rounds: int) -> None:
+    """Its first rounds are those of a worker that is one process and is never interrupted."""
+    short = contract.model_copy(update={"run": RunConfig(id="ranks", rounds=rounds)})
+    simulate(short, ComputeConfig(threads=1), ["alone"], folder)
+    alone = read_metrics(folder / "alone" / "metrics.jsonl")
+    for kind, place, fields in (
+        ("inner_step", "global_inner_step", ("loss", "grad_norm", "tokens_seen")),
+        ("round", "round", ("tokens",)),
+        ("eval", "round", ("loss",)),
+    ):
+        last = {event[place]: event for event in command.events(kind)}  # of a step done twice the one that counts
+        for expected in (event for event in alone if event["event"] == kind):
+            assert [last[expected[place]][field] for field in fields] == pytest.approx(
+                [expected[field] for field in fields], rel=1e-3
+            )
+
+
+def test_two_processes_train_like_one_end_together_and_go_on_from_their_checkpoint(
     contract: Contract, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract)) as command:
+    """In their first life one of them is killed, in the second torchrun."""
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, *EVERY)) as command:
         processes = _await_rounds(command, wait_until)
-        command.popen.kill()
-        _assert_gone(command, processes, LIMIT_S)
-    assert "torchrun has ended: process 0 of this worker leaves" in command.errors
-    assert "torchrun has ended: process 1 of this worker leaves" in command.errors
+        command.rank(1).kill()
+        assert command.wait() != 0
+        _assert_gone(command, processes[1:], LIMIT_S)
+    has_left = bool(command.events("leave"))  # torchrun may have asked it to, before
+    assert "another of this worker's 2 processes has ended (" in command.errors or has_left, command.errors
+    committed = len(command.events("round"))
+
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, *EVERY, "--resume", "latest")) as resumed:
+        processes = _await_rounds(resumed, wait_until, committed + 1)
+        resumed.popen.kill()
+        _assert_gone(resumed, processes, LIMIT_S)
+    for index in range(2):
+        assert f"torchrun has ended: process {index} of this worker leaves" in resumed.errors
+    assert [event["source"] for event in resumed.events("join")] == ["fresh", "checkpoint"]
+    assert resumed.events("leave")[-1]["reason"] == "asked to leave"
+    _assert_like_one_process(resumed, contract, tmp_path / "alone", committed + 1)
+
+
+def test_a_worker_asked_to_leave_by_torchrun_leaves_in_order(
+    contract: Contract, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, *EVERY)) as command:
+        processes = _await_rounds(command, wait_until)
+        command.popen.terminate()
+        _assert_gone(command, processes[1:], 10)
+        assert command.wait() == 1  # torchrun's own
     assert [event["reason"] for event in command.events("leave")] == ["asked to leave"]
+    assert (command.folder / "model" / "model.safetensors").is_file()
 
 
 def test_a_worker_leaves_within_10_s_while_one_of_its_processes_is_frozen(
@@ -106,59 +147,3 @@ def test_a_worker_leaves_within_10_s_while_one_of_its_processes_is_frozen(
     assert "killed process 1 of this worker, which did not answer" in command.errors
     assert "killed process 2" not in command.errors
     assert [event["reason"] for event in command.events("leave")] == ["asked to leave"]
-
-
-def test_a_worker_left_by_torchrun_in_order_goes_on_from_its_checkpoint_as_one_process_would(
-    contract: Contract, tmp_path: Path, wait_until: WaitUntil
-) -> None:
-    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, *EVERY)) as command:
-        processes = _await_rounds(command, wait_until)
-        command.popen.terminate()
-        _assert_gone(command, processes[1:], 10)
-        assert command.wait() == 1  # torchrun's own
-    assert [event["reason"] for event in command.events("leave")] == ["asked to leave"]
-    left = len(command.events("round"))
-    with contextlib.closing(RankedCommand(tmp_path / "ranked", contract, *EVERY, "--resume", "latest")) as resumed:
-        _await_rounds(resumed, wait_until, left + 1)
-    assert [event["source"] for event in resumed.events("join")] == ["fresh", "checkpoint"]
-
-    simulate(
-        contract.model_copy(update={"run": RunConfig(id="ranks", rounds=left + 1)}),
-        ComputeConfig(threads=1),
-        ["alone"],
-        tmp_path / "alone",
-    )
-    alone = [e for e in read_metrics(tmp_path / "alone" / "alone" / "metrics.jsonl") if e["event"] == "inner_step"]
-    by_step = {event["global_inner_step"]: event for event in resumed.events("inner_step")}
-    for event in alone:
-        assert by_step[event["global_inner_step"]]["loss"] == pytest.approx(event["loss"], rel=1e-3)
-        assert by_step[event["global_inner_step"]]["tokens_seen"] == event["tokens_seen"]
-
-
-def test_two_processes_train_like_one_and_end_together_when_one_is_killed(
-    contract: Contract, tmp_path: Path, wait_until: WaitUntil
-) -> None:
-    command = RankedCommand(tmp_path / "ranked", contract)
-    try:
-        wait_until(
-            lambda: len(command.events("round")) > ROUNDS or command.popen.poll() is not None, "it commits some rounds"
-        )
-        processes = command.below()
-        command.rank(1).kill()
-        assert command.wait() != 0
-    finally:
-        for process in [psutil.Process(command.popen.pid), *command.below()] if command.popen.poll() is None else []:
-            process.kill()
-        command.popen.wait()
-    _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
-    assert not alive
-    lost = "another of this worker's 2 processes has ended ("
-    has_left = bool(command.events("leave"))  # torchrun may have asked it to, before
-    assert lost in command.errors or has_left, command.errors
-
-    short = contract.model_copy(update={"run": RunConfig(id="ranks", rounds=ROUNDS)})
-    simulate(short, ComputeConfig(threads=1), ["alone"], tmp_path / "alone")
-    alone = read_metrics(tmp_path / "alone" / "alone" / "metrics.jsonl")
-    for kind, field in (("inner_step", "loss"), ("inner_step", "grad_norm"), ("eval", "loss"), ("round", "tokens")):
-        expected = [event[field] for event in alone if event["event"] == kind]
-        assert [event[field] for event in command.events(kind)][: len(expected)] == pytest.approx(expected, rel=1e-3)

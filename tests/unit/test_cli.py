@@ -174,6 +174,24 @@ def test_a_signal_while_modules_load_ends_a_peer_with_0_and_handlers_are_put_bac
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ("train", signal.SIGTERM, 0),
+        ("train", signal.SIGINT, 0),
+        ("bootstrap", signal.SIGTERM, 0),
+        ("simulate", signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_a_peer_that_is_asked_to_leave_before_its_command_has_begun_ends_with_0(
+    command: str, number: signal.Signals, code: int
+) -> None:
+    """As soon as the command line has been loaded: nothing between there and the command may die of a signal."""
+    script = f"import os, sys; sys.argv[1:] = ['{command}']; import opendiloco.__main__; os.kill(os.getpid(), {number})"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
 def test_train_hands_on_settings_and_options(behind: Behind, tmp_path: Path) -> None:
     calls = behind("trainer", "run_worker")
     peer = tmp_path / "peer.toml"
