@@ -90,11 +90,29 @@ class LeaveRequest:
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self._asked, self._interrupts = False, False
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __call__(self) -> bool:
         return self._asked
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """A block that a request ends with `Leave` wherever it is: one that takes long and changes nothing elsewhere.
+
+        Whatever else it raises after a request counts as that: imports wrap the errors of what they import.
+        """
+        self._interrupts = True
+        try:
+            if not self._asked:
+                yield
+        except Exception:
+            if not self._asked:
+                raise
+        finally:
+            self._interrupts = False
+        if self._asked:
+            raise Leave
 
     def __enter__(self) -> Self:
         mine = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
@@ -111,3 +129,5 @@ class LeaveRequest:
         for again in self._before:
             signal.signal(again, signal.SIG_DFL)
         logger.info("leaving in order (%s again: at once)", signal.Signals(number).name)
+        if self._interrupts:
+            raise Leave

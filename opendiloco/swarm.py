@@ -257,8 +257,9 @@ class Swarm:
             return
         self._caller.hang_up()
         assert self._guard.stdin is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(CLOSE_TIMEOUT_S)
+        if self._opening.done():  # else it may still be importing, and nobody knows it yet
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(CLOSE_TIMEOUT_S)
         self._guard.stdin.close()  # makes a guard that is still there stop the network process itself
         self._guard.wait()
         self._caller.close()

@@ -55,7 +55,8 @@ def run_worker(
         Swarm(settings.peer.swarm, out, leaving=leaving) as swarm,
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
     ):
-        from opendiloco.worker import Worker  # seconds of importing, while the network process starts
+        with leaving.interrupted():
+            from opendiloco.worker import Worker  # seconds of importing, while the network process starts
 
         swarm.open()
         settings, has_brought_contract = agree_on_contract(settings, swarm, run_id)

@@ -85,6 +85,7 @@ class Worker:
         self._replica = build_replica(
             contract, self._compute, vocab_size=vocab_size, end_id=end_id, ranks=self._ranks, leaving=leaving
         )
+        self._leave_if_asked()  # before others count on it
         self.model = self._replica.model
         self._evaluator = Evaluator(
             contract, validation, swarm, compute=self._compute, end_id=end_id, report=self._report_evaluation

@@ -23,7 +23,7 @@ from opendiloco.diloco import DiLoCo
 from opendiloco.errors import SettingsError
 from opendiloco.flat import unwrapped
 from opendiloco.identity import peer_seed
-from opendiloco.leave import Leave, LeaveRequest, every
+from opendiloco.leave import Leave
 from opendiloco.rounds import Position, Recovery, RoundOutcome
 from opendiloco.simulate import SimulatedGroup, SimulatedSwarm
 
@@ -364,26 +364,6 @@ def test_call_in_the_background_gives_its_result_or_its_error() -> None:
     assert in_background(lambda: 7, "seven").result(20) == 7
     with pytest.raises(Leave, match="no"):
         in_background(fail, "fails").result(20)
-
-
-def test_request_to_leave_takes_no_signal_in_a_thread() -> None:
-    """Python gives signals to the main thread only; training in another one must work."""
-
-    def ask() -> bool:
-        with LeaveRequest() as leaving:
-            return leaving()
-
-    assert in_background(ask, "trains").result(20) is False
-
-
-def test_reminder_comes_once_in_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, said = [100.0], []
-    monkeypatch.setattr("opendiloco.leave.time.monotonic", lambda: now[0])
-    remind = every(15.0, lambda: said.append(now[0]))
-    for _ in range(40):
-        remind()
-        now[0] += 1
-    assert said == [116.0, 132.0]
 
 
 def test_round_report_is_the_attempt_with_what_came_of_it() -> None:
