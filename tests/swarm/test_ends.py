@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import tempfile
@@ -89,16 +90,22 @@ def waiting(module_network: Network, module_commands: Commands, wait_until: Wait
     port = free_port()
     workers: dict[str, Command] = {}
     run = Waiting(straggler, workers, port)
-    for name in ("asked", "severed", "killed"):
-        sets = [run.listen] if name == "killed" else []
+
+    def start(name: str, *sets: str) -> None:
         workers[name] = module_commands.worker(straggler.addresses, sets=sets)
 
-    def all_are_there() -> bool:
+    def are_waiting() -> bool:
+        """Those that came late in the phase of the others may follow, and do not count."""
         running = [worker.popen.poll() is None for worker in workers.values()]
         assert all(running), [worker.errors for worker in workers.values()]
-        return straggler.awaited() == f"{len(workers) + 1} of {len(workers) + 1} workers are there"
+        is_waited_for = re.fullmatch(r"(\d) of \1 workers are there", straggler.awaited()) is not None
+        return is_waited_for and len(straggler.sees()) == len(workers)
 
-    wait_until(all_are_there, "all workers wait for the straggler")
+    start("asked")
+    wait_until(are_waiting, "the first worker waits for the straggler")
+    start("severed")
+    start("killed", run.listen)
+    wait_until(are_waiting, "all workers wait for the straggler")
     return run
 
 
