@@ -18,8 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
 from benchmarks.common import ROOT, run_script
-from benchmarks.figures import NoSourceError, value_of
+from benchmarks.figures import value_of
 from benchmarks.plots import PLOTS, digest_in, digest_of, draw
+from benchmarks.records import NoSourceError
 from benchmarks.template import TemplateError, differences, fill
 
 COMMAND = "./launch.sh bench report"
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     stale = {} if problems else stale_plots(root, sources)
     if options.check and not problems:
         problems = [difference for page in pages for difference in page.differences(root)]
-        problems += [f"docs/figures/{name}.svg is not drawn from these results: run {COMMAND}" for name in stale]
+        problems += [f"docs/figures/{name}.svg is not drawn from these results as now: run {COMMAND}" for name in stale]
     if problems:
         print("\n".join(problems), file=sys.stderr)
         return 1

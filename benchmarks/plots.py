@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cost import Measured
-from benchmarks.figures import INTERVAL_SHARE, Results, all_of, large, newest, predictions
+from benchmarks.figures import INTERVAL_SHARE
+from benchmarks.records import Results, all_of, large, newest, predictions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
