@@ -33,8 +33,7 @@ def measured_runs(path: Path) -> list[Measured]:
         BenchmarkError: there are too few to fit and to check a model.
     """
     lines = path.read_text().splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    runs = [Measured(r["values"], r["workers"], r["codec"], r["mbit"], r["round_s"]) for r in records]
+    runs = [Measured.of(json.loads(line)) for line in lines]
     if len({run.payload_s for run in runs}) < 3:
         raise BenchmarkError(f"{path} has too few different rounds: run bench wan first")
     return runs

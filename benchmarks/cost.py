@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,11 @@ class Measured:
     codec: str
     mbit: float
     seconds: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Measured:
+        """A record of `bench wan`."""
+        return cls(record["values"], record["workers"], record["codec"], record["mbit"], record["round_s"])
 
     @property
     def payload_s(self) -> float:
