@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,14 +28,6 @@ from opendiloco.tokenizer import ByteTokenizer
 PEERS = ("a", "b", "c")
 TEXT = DataConfig(source=f"text:{pytest.__file__}", seq_len=16, validation_fraction=0.5, validation_sequences=16)
 LINEAGES = [f"{number:064x}" for number in range(90)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- the rules -----------------------------------------------------------------------------------------

@@ -28,15 +28,6 @@ from opendiloco.ranks import Ranks
 VOCAB = 64
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other crawl on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Recorder(torch.optim.SGD):
     """Stands for the project's wrapping optimizer: counts steps and keeps the gradients it was given."""
 

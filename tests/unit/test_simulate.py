@@ -34,14 +34,6 @@ COMPUTE = ComputeConfig(device="cpu", threads=1)
 NAMES = ("worker-a", "worker-b", "worker-c")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def contract_of(*, rounds: int = 3, steps: int = 3, inner_lr: float = 1e-3, **outer: object) -> Contract:
     """A run small enough for a test: 0.98 M parameters, 2 sequences of 16 tokens a step."""
     return Contract.model_validate(

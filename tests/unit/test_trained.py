@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import builtins
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ from opendiloco.worker import Worker
 
 BYTES = ByteTokenizer()
 VOCAB = BYTES.vocab_size
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(seed: int = 0, **settings: Any) -> Any:
