@@ -160,6 +160,7 @@ def main(argv: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         print("\n".join(problems), file=sys.stderr)
         return 1
     if options.check:
+        print(f"{', '.join(page.path for page in pages)} and {len(PLOTS)} plots are what the results say")
         return 0
     try:
         plots = {name: draw(name, sources.results, digest) for name, digest in stale.items()}

@@ -11,7 +11,8 @@ from typing import NoReturn
 PEERS = ("train", "bootstrap")  # asked to leave before there is anything to leave, they end with 0
 
 for number in (signal.SIGINT, signal.SIGTERM) if sys.argv[1:2] and sys.argv[1] in PEERS else ():
-    signal.signal(number, lambda *_: os._exit(0))  # until the command has handlers of its own
+    # Until the command has handlers of its own. An exception would end up in some import, which may swallow it.
+    signal.signal(number, lambda *_: os._exit(0))
 
 from opendiloco.cli import main  # noqa: E402
 

@@ -19,7 +19,6 @@ def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path |
     Args:
         folder: keeps the peer's key, and so its address, for the next start; None: see `Swarm`.
     """
-    forget_addresses(address_file)
     stop = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -27,6 +26,7 @@ def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path |
             Swarm(config, folder, leaving=stop.is_set) as swarm,
             ends_in_order(stop.is_set),
         ):
+            forget_addresses(address_file)
             swarm.open()
             write_addresses(address_file, swarm.addresses)
             for address in swarm.addresses:

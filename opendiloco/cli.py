@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -90,10 +87,9 @@ def bootstrap(
     }
     flags = [Flag(option, setting, value) for option, (setting, value) in given.items() if value not in (None, [])]
     settings = load_settings(None, peer, set_ or (), flags=flags)
-    with _leave_on_request():
-        from opendiloco.bootstrap import run_bootstrap
+    from opendiloco.bootstrap import run_bootstrap
 
-        return run_bootstrap(settings.peer.swarm, out, address_file)
+    return run_bootstrap(settings.peer.swarm, out, address_file)
 
 
 @app.command(epilog=f"{_ORDER} {_SETTINGS}")
@@ -128,11 +124,10 @@ def train(
     if resume is not None and run is None and not settings.peer.swarm.peers and kept.is_file():
         settings = load_settings(kept, peer, set_ or (), flags=flags)
     state.log_file = folder / "log.txt"
-    with _leave_on_request():
-        leave_with_launcher()
-        from opendiloco.trainer import run_worker
+    leave_with_launcher()
+    from opendiloco.trainer import run_worker
 
-        return run_worker(settings, folder, run_id=run_id, resume=resume, address_file=address_file)
+    return run_worker(settings, folder, run_id=run_id, resume=resume, address_file=address_file)
 
 
 @app.command(epilog=f"{_ORDER} {_SETTINGS}")
@@ -263,27 +258,6 @@ def _state(context: typer.Context, debug: bool) -> State:
     assert isinstance(state, State)
     state.debug = debug
     return state
-
-
-@contextlib.contextmanager
-def _leave_on_request() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end a peer with exit code 0, also before it has set up handlers of its own."""
-    owner = os.getpid()
-
-    def leave(number: int, _: FrameType | None) -> None:
-        if os.getpid() == owner:
-            raise KeyboardInterrupt
-        signal.signal(number, signal.SIG_DFL)  # a forked process that inherited this handler
-        os.kill(os.getpid(), number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _complain(message: str) -> None:

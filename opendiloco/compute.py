@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -32,9 +33,14 @@ def choose_device(compute: ComputeConfig) -> torch.device:
     """The device of compute.device; also sets the number of CPU threads.
 
     Raises:
-        SettingsError: there is no such device.
+        SettingsError: there is no such device, or more threads than cores.
     """
     if compute.threads:
+        if compute.threads > (cores := os.cpu_count() or compute.threads):
+            raise SettingsError(
+                f"compute.threads is {compute.threads}, and this machine has {cores} cores: threads without a core "
+                f"only wait for one another; use at most {cores}, or 0 for torch's default"
+            )
         torch.set_num_threads(compute.threads)
     if compute.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -49,7 +49,13 @@ class Host:
             SettingsError: a malformed address, a taken port, a clock that is off.
             SwarmError: none of the peers answers in time.
         """
-        peers = [_parse_address("swarm.peers", address, needs_peer=True) for address in self._config.peers]
+        named = [_parse_address("swarm.peers", address, needs_peer=True) for address in self._config.peers]
+        peers = [address for address in named if str(_peer_of(address)) != self._identity.peer_id]
+        if named and not peers:
+            raise SettingsError(
+                f"swarm.peers names only this peer itself ({self._identity.peer_id}): name another one, or, where "
+                f"another peer uses this key, too, give this one a key of its own (swarm.identity, or another folder)"
+            )
         for address in (*self._config.host_maddrs, *self._config.announce_maddrs):
             _parse_address("swarm.host_maddrs", address, needs_peer=False)
         await _wait_for_ports(self._config.host_maddrs)
@@ -156,7 +162,10 @@ class Host:
 
     def _explain(self, error: Exception, limit_s: float) -> SwarmError:
         if not self._config.peers:
-            return SwarmError(f"libp2p did not start within {limit_s:g} s ({error}): see log.txt")
+            reason = f" ({error})" if str(error) else ""
+            return SwarmError(
+                f"libp2p did not start within {limit_s:g} s{reason}: raise swarm.startup_timeout_s, or see log.txt"
+            )
         named = ", ".join(self._config.peers[:3]) + (", ..." if len(self._config.peers) > 3 else "")
         return SwarmError(
             f"swarm.peers {named}: none answered: check that one of them runs and can be reached from here, or name "
@@ -197,7 +206,7 @@ async def _wait_for_ports(addresses: Sequence[str]) -> None:
     """libp2p shares ports (SO_REUSEPORT), so two daemons on one would both start and both get half the calls."""
     for address in addresses:
         found = re.fullmatch(r"/ip([46])/([^/]+)/tcp/(\d+)(/.*)?", address)
-        if found is None or found[3] == "0":
+        if found is None:
             continue
         family = socket.AF_INET if found[1] == "4" else socket.AF_INET6
         give_up = time.monotonic() + PORT_WAIT_S

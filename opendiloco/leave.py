@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import contextmanager
@@ -83,6 +85,38 @@ def ends_in_order(leaving: Callable[[], bool]) -> Iterator[None]:
         logger.warning("this worker has left, and not in order: %s", error)
 
 
+@contextmanager
+def ends_at_second(numbers: Collection[int]) -> Iterator[None]:
+    """A second one of these signals ends the process although the main thread is in a call that takes long.
+
+    No handler runs until such a call is over, be it a step of a large model. Signals must have handlers, and another
+    wakeup descriptor, such as an event loop's in this thread, is left alone.
+    """
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+
+    def count() -> None:
+        came: list[int] = []
+        while read := os.read(ours, 64):
+            came += [number for number in read if number in numbers]
+            if len(came) > 1:
+                os._exit(128 + came[-1])
+
+    watching = threading.Thread(target=count, name="second signal", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        if before == -1:
+            signal.set_wakeup_fd(-1)
+        os.close(theirs)
+        watching.join()
+        os.close(ours)
+
+
 class LeaveRequest:
     """SIGINT or SIGTERM asks to leave in order: calling this says whether one came. A second one ends at once.
 
@@ -90,37 +124,23 @@ class LeaveRequest:
     """
 
     def __init__(self) -> None:
-        self._asked, self._interrupts = False, False
+        self._asked = False
+        self._stack = contextlib.ExitStack()
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __call__(self) -> bool:
         return self._asked
 
-    @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """A block that a request ends with `Leave` wherever it is: one that takes long and changes nothing elsewhere.
-
-        Whatever else it raises after a request counts as that: imports wrap the errors of what they import.
-        """
-        self._interrupts = True
-        try:
-            if not self._asked:
-                yield
-        except Exception:
-            if not self._asked:
-                raise
-        finally:
-            self._interrupts = False
-        if self._asked:
-            raise Leave
-
     def __enter__(self) -> Self:
         mine = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         for number in mine:
             self._before[number] = signal.signal(number, self._ask)
+        if mine:
+            self._stack.enter_context(ends_at_second(mine))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
@@ -129,5 +149,3 @@ class LeaveRequest:
         for again in self._before:
             signal.signal(again, signal.SIG_DFL)
         logger.info("leaving in order (%s again: at once)", signal.Signals(number).name)
-        if self._interrupts:
-            raise Leave

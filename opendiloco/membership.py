@@ -156,6 +156,8 @@ class Membership:
     """Workers that have just left, and what they said last."""
     own: Progress | None = None
     """This peer's own newest record as the DHT shows it."""
+    reached: list[Progress] = field(default_factory=list)
+    """The newest records of all runs, as of the last `find_runs`."""
     known: dict[str, float] = field(default_factory=dict)
     """Every worker of the run that was seen in the last hour, and when."""
     _expirations: dict[str, float] = field(default_factory=dict)
@@ -207,27 +209,10 @@ class Membership:
                 continue  # a broken record harms only its owner
             if contract.run.id == run_id:
                 found.setdefault(run_id, {})[contract.digest] = contract
-        decided = await asyncio.gather(*(self._followed(run_id, contracts) for run_id, contracts in found.items()))
-        return dict(zip(found, decided, strict=True))
-
-    async def _followed(self, run_id: str, contracts: dict[str, Contract]) -> list[Contract]:
-        """Of several contracts of a run the one that most of the workers follow that stand on committed rounds."""
-        if len(contracts) == 1:
-            return list(contracts.values())
-        records = [record for record, _ in (await self._read_progress(run_id)).values() if record is not None]
-        counts = Counter(record.contract for record in records if record.committed_tokens > 0)
-        (digest, count), *_ = [*counts.most_common(1), ("", 0)]
-        if digest not in contracts or 2 * count <= counts.total():
-            return list(contracts.values())
-        logger.warning(
-            "run %s has %d contracts on the DHT: %d of %d workers with committed rounds follow %s",
-            run_id,
-            len(contracts),
-            count,
-            counts.total(),
-            digest[:12],
-        )
-        return [contracts[digest]]
+        progress = await asyncio.gather(*map(self._read_progress, found))
+        records = [[record for record, _ in of_run.values() if record is not None] for of_run in progress]
+        self.reached = [record for of_run in records for record in of_run]
+        return {run_id: _followed(run_id, found[run_id], of_run) for run_id, of_run in zip(found, records, strict=True)}
 
     async def _store(self, key: str, subkey: str, value: Any, lifetime_s: float | None = None) -> bool:
         expiration = time.time() + (lifetime_s or self.expiry_s)
@@ -263,3 +248,22 @@ def _parse(value: object) -> Progress | None:
         return Progress.model_validate(value)
     except ValidationError:
         return None
+
+
+def _followed(run_id: str, contracts: dict[str, Contract], records: Sequence[Progress]) -> list[Contract]:
+    """Of several contracts of a run the one that most of the workers follow that stand on committed rounds."""
+    if len(contracts) == 1:
+        return list(contracts.values())
+    counts = Counter(record.contract for record in records if record.committed_tokens > 0)
+    (digest, count), *_ = [*counts.most_common(1), ("", 0)]
+    if digest not in contracts or 2 * count <= counts.total():
+        return list(contracts.values())
+    logger.warning(
+        "run %s has %d contracts on the DHT: %d of %d workers with committed rounds follow %s",
+        run_id,
+        len(contracts),
+        count,
+        counts.total(),
+        digest[:12],
+    )
+    return [contracts[digest]]

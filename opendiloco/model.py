@@ -171,6 +171,8 @@ def save_model(
             _edit_json(beside / name, use_cache=True, eos_token_id=tokenizer.end_id)
         for name, text in (files or {}).items():
             (beside / name).write_text(text, encoding="utf-8")
+        for weights in beside.rglob("*.safetensors"):
+            shutil.copymode(beside / "config.json", weights)  # else only their owner may read them
     except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
         if isinstance(error, (OSError, SafetensorError)):

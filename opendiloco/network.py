@@ -30,6 +30,7 @@ from opendiloco.config import Contract, SwarmConfig
 from opendiloco.connect import Host, open_stream
 from opendiloco.donor import STREAM_NAME as FETCH_STREAM
 from opendiloco.donor import Donor
+from opendiloco.errors import SwarmError
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.groups import Groups
 from opendiloco.guard import runtime_dir
@@ -179,15 +180,23 @@ class PeerProcess:
 
         Raises:
             SettingsError: a worker of this run has another contract, model or initial parameters.
+            SwarmError: this worker would begin a run anew which others have just left.
         """
-        presence = self._presence
+        presence, give_up = self._presence, time.monotonic() + self._config.startup_timeout_s
         while True:
             await presence.refresh()
             presence.check_agreement()
             if presence.ahead() is not None:
                 return 0
+            reached = presence.lost_round()
+            if reached and time.monotonic() > give_up:
+                raise SwarmError(
+                    f"run {presence.contract.run.id} had reached round {reached}, and none of its workers is there any "
+                    f"more: --resume latest goes on from a checkpoint of theirs; to begin anew choose another run.id, "
+                    f"or wait {self._config.expiry_s:g} s"
+                )
             present = len(presence.outlook().candidates.keys() | {presence.peer})
-            if present >= presence.contract.rounds.start_peers or presence.position.round > 0:
+            if not reached and (present >= presence.contract.rounds.start_peers or presence.position.round > 0):
                 presence.has_started = True
                 presence.begin_phase()
                 return present

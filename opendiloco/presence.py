@@ -257,6 +257,12 @@ class Presence:
             f"this worker at {here.round} ({here.lineage[:6]})"
         )
 
+    def lost_round(self) -> int:
+        """The round that the run had reached when this worker, which would begin it anew, saw it first; else 0."""
+        seen = (*self._membership.left.values(), *self._membership.reached)
+        rounds = (record.round for record in seen if self._is_like_own(record) and record.committed_tokens > 0)
+        return max(rounds, default=0) if self._own.round == 0 else 0
+
     def announced_hash(self, position: Position) -> str | None:
         """The hash that most others announce for the state at `position`."""
         place = self._own.model_copy(update={"lineage": position.lineage, "round": position.round})
@@ -272,6 +278,8 @@ class Presence:
     def awaited(self) -> str:
         """Whom this worker's round waits for, in words."""
         present, wanted = len(self.outlook().candidates), self.contract.rounds.start_peers
+        if not self.has_started and (reached := self.lost_round()):
+            return f"none of the workers that had reached round {reached} is there any more"
         if not self.has_started and present < wanted:
             return f"{present} of {wanted} workers are there (rounds.start_peers), still to come: {wanted - present}"
         candidates, view = self.outlook().candidates, self._membership.view

@@ -98,10 +98,10 @@ class Swarm:
         SIGINT or SIGTERM asks to leave in order. Before the training loop has begun they end the process (exit code
         0).
         """
-        forget_addresses(folder / "addresses")
         leaving = LeaveRequest()
         try:
             with leaving, cls(config, folder, leaving=leaving) as swarm:
+                forget_addresses(folder / "addresses")
                 swarm.open()
                 write_addresses(folder / "addresses", swarm.addresses)
                 yield swarm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from importlib import import_module
 from pathlib import Path
 
 from opendiloco.addresses import forget_addresses, write_addresses
@@ -11,7 +12,7 @@ from opendiloco.checkpoint import CheckpointWriter, checkpoints, load_checkpoint
 from opendiloco.config import Contract
 from opendiloco.display import Display
 from opendiloco.errors import SettingsError, SwarmError
-from opendiloco.leave import Leave, LeaveRequest, ends_in_order
+from opendiloco.leave import Leave, LeaveRequest, ends_in_order, run
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.mixture import check_sources
@@ -40,8 +41,6 @@ def run_worker(
         return assist(ranks)
     check_sinks(settings.peer.log.sinks)
     check_folder(out)
-    for file in (out / "addresses", address_file):
-        forget_addresses(file)
     if settings.has_run_file or not settings.peer.swarm.peers:
         check_batch(settings.contract, ranks)
         check_sources(settings.contract.data)
@@ -55,8 +54,12 @@ def run_worker(
         Swarm(settings.peer.swarm, out, leaving=leaving) as swarm,
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
     ):
-        with leaving.interrupted():
-            from opendiloco.worker import Worker  # seconds of importing, while the network process starts
+        address_files = (out / "addresses", address_file)
+        for file in address_files:
+            forget_addresses(file)  # no earlier: they may be those of a living worker, whose key this one cannot use
+        # Seconds, while the network process starts. In a thread: an import that a signal interrupts may go on, or loop.
+        run(lambda: import_module("opendiloco.worker"), leaving, name="imports")
+        from opendiloco.worker import Worker
 
         swarm.open()
         settings, has_brought_contract = agree_on_contract(settings, swarm, run_id)
@@ -66,7 +69,7 @@ def run_worker(
         checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
         write_toml(out / "run.toml", settings.contract)
         write_toml(out / "peer.toml", settings.peer)
-        for file in (out / "addresses", address_file):
+        for file in address_files:
             write_addresses(file, swarm.addresses)
         if checkpoint is not None:
             logger.info("resumes from the checkpoint of round %d", checkpoint.position.round)

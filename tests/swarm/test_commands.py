@@ -151,6 +151,35 @@ def test_key_file_of_another_process(fail: Fail, tmp_path: Path) -> None:
     os.close(Identity.load_or_create(key_file).claim(wait_s=0.0))  # free again
 
 
+def test_key_file_of_another_process_leaves_its_addresses_where_they_are(fail: Fail, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    files = [tmp_path / "out" / "addresses", tmp_path / "file"]
+    for file in files:
+        file.write_text("mine")
+    with Swarm(SwarmConfig(), tmp_path / "out"):
+        line = fail(WRONG_SETTINGS, "--address-file", str(files[1]))
+    assert "is in use by another process" in line
+    assert [file.read_text() for file in files] == ["mine", "mine"]
+
+
+def test_peers_that_are_only_this_peer_itself(fail: Fail, tmp_path: Path) -> None:
+    identity = Identity.load_or_create(tmp_path / "out" / "identity.key")
+    line = fail(WRONG_SETTINGS, peers=[f"/ip4/127.0.0.1/tcp/9/p2p/{identity.peer_id}"])
+    assert f"swarm.peers names only this peer itself ({identity.peer_id}): name another one" in line
+    assert "swarm.identity" in line
+
+
+def test_address_that_is_not_of_this_machine(fail: Fail) -> None:
+    line = fail(WRONG_SETTINGS, sets=['swarm.host_maddrs=["/ip4/198.51.100.7/tcp/0"]'])
+    assert "swarm.host_maddrs 198.51.100.7: " in line
+    assert "name an address of this machine" in line
+
+
+def test_more_threads_than_cores(fail: Fail) -> None:
+    line = fail(WRONG_SETTINGS, sets=["compute.threads=4096"])
+    assert line.startswith("opendiloco: compute.threads is 4096, and this machine has")
+
+
 def test_contract_of_ones_own_that_differs(
     fail: Fail, network: Network, tmp_path: Path, make_contract: SmallContract
 ) -> None:

@@ -81,6 +81,25 @@ def test_the_swarm_outlives_its_first_peer(network: Network) -> None:
     }
 
 
+@pytest.mark.parametrize("end", ["leave", "close"])
+def test_a_run_whose_workers_have_all_gone_is_not_begun_anew_by_who_came_to_join_it(network: Network, end: str) -> None:
+    bootstrap = network.peer().open()
+    contract = network.contract(1)
+    old = network.peer(bootstrap.addresses, expiry_s=3.0).open()
+    network.enter([old], contract)
+    network.round([old])
+    newcomer = network.peer(bootstrap.addresses, startup_timeout_s=5.0).open()
+    assert newcomer.runs() == {"test": [contract]}
+    getattr(old, end)()
+    newcomer.enter(contract)
+    with pytest.raises(SwarmError, match=r"run test had reached round 1, and none .* --resume latest .* run\.id"):
+        while newcomer.wait_for_start() == 0:  # the record of one that was killed counts until it expires
+            pass
+    assert newcomer.awaited() == "none of the workers that had reached round 1 is there any more"
+    other = network.contract(1, run="other")
+    network.enter([network.peer(bootstrap.addresses).open()], other)
+
+
 def test_one_living_address_among_dead_ones_is_enough(network: Network, tmp_path: Path) -> None:
     first = network.peer().open()
     second = network.peer([dead_address(tmp_path), *first.addresses]).open()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
+from support.waiting import WaitUntil, wait_until
+
+__all__ = ["wait_until"]
 
 from opendiloco.background import in_background
-from opendiloco.leave import Leave, LeaveRequest, every
+from opendiloco.leave import Leave, LeaveRequest, every, run
 
 
 def test_request_to_leave_takes_no_signal_in_a_thread() -> None:
@@ -23,41 +28,38 @@ def test_request_to_leave_takes_no_signal_in_a_thread() -> None:
     assert in_background(ask, "trains").result(20) is False
 
 
-def ask(number: signal.Signals = signal.SIGTERM) -> None:
-    os.kill(os.getpid(), number)
-    pytest.fail("the block goes on")
+STUCK = """
+import hashlib
+from opendiloco.leave import LeaveRequest
+with LeaveRequest():
+    print("in", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # one call of many minutes
+"""
 
 
-def swallow() -> None:
-    with contextlib.suppress(Leave):
-        ask()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_process_whose_main_thread_is_in_one_long_call(
+    number: signal.Signals, wait_until: WaitUntil
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE) as stuck:
+        assert stuck.stdout is not None
+        assert stuck.stdout.readline() == b"in\n"
+        status = Path(f"/proc/{stuck.pid}/status")
+        stuck.send_signal(number)
+        wait_until(lambda: f"ShdPnd:\t{0:016x}" in status.read_text(), "the first one has come")
+        assert stuck.poll() is None
+        stuck.send_signal(number)
+        assert stuck.wait(20) == 128 + number
 
 
-def wrap() -> None:
-    """As imports do with the errors of what they import."""
-    try:
-        ask()
-    except Leave as error:
-        raise ImportError("could not be imported") from error
-
-
-@pytest.mark.parametrize(
-    "block", [ask, lambda: ask(signal.SIGINT), swallow, wrap], ids=["SIGTERM", "SIGINT", "swallowed", "wrapped"]
-)
-def test_a_block_that_may_be_interrupted_ends_where_it_is(block: Callable[[], None]) -> None:
+def test_what_takes_long_is_left_to_itself_once_somebody_asks() -> None:
+    goes_on = threading.Event()
     with LeaveRequest() as leaving:
-        with pytest.raises(Leave), leaving.interrupted():
-            block()
-        with pytest.raises(Leave), leaving.interrupted():
-            pytest.fail("another one begins")
-
-
-def test_elsewhere_a_request_interrupts_nothing_and_an_error_is_an_error() -> None:
-    with LeaveRequest() as leaving:
-        with pytest.raises(RuntimeError, match="broken"), leaving.interrupted():
-            raise RuntimeError("broken")
+        assert run(lambda: 7, leaving, name="short") == 7
         os.kill(os.getpid(), signal.SIGTERM)
-        assert leaving()
+        with pytest.raises(Leave):
+            run(goes_on.wait, leaving, name="long")
+        goes_on.set()
 
 
 def test_reminder_comes_once_in_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
