@@ -16,7 +16,7 @@ from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
 
 if TYPE_CHECKING:
-    from support.peers import Network
+    from support.peers import Network, Peer
     from support.waiting import WaitUntil
 
 SKEWED_PEER = """
@@ -81,6 +81,12 @@ def test_the_swarm_outlives_its_first_peer(network: Network) -> None:
     }
 
 
+def start(peer: Peer) -> None:
+    """Until it need not catch up: the record of one that was killed counts until it expires."""
+    while peer.wait_for_start() == 0:
+        pass
+
+
 @pytest.mark.parametrize("end", ["leave", "close"])
 def test_a_run_whose_workers_have_all_gone_is_not_begun_anew_by_who_came_to_join_it(network: Network, end: str) -> None:
     bootstrap = network.peer().open()
@@ -93,8 +99,7 @@ def test_a_run_whose_workers_have_all_gone_is_not_begun_anew_by_who_came_to_join
     getattr(old, end)()
     newcomer.enter(contract)
     with pytest.raises(SwarmError, match=r"run test had reached round 1, and none .* --resume latest .* run\.id"):
-        while newcomer.wait_for_start() == 0:  # the record of one that was killed counts until it expires
-            pass
+        start(newcomer)
     assert newcomer.awaited() == "none of the workers that had reached round 1 is there any more"
     other = network.contract(1, run="other")
     network.enter([network.peer(bootstrap.addresses).open()], other)
