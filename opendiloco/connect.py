@@ -59,7 +59,7 @@ class Host:
         for address in (*self._config.host_maddrs, *self._config.announce_maddrs):
             _parse_address("swarm.host_maddrs", address, needs_peer=False)
         await _wait_for_ports(self._config.host_maddrs)
-        limit_s = self._config.startup_timeout_s
+        limit_s, answer_s = self._config.startup_timeout_s, min(DHT_WAIT_S, self._config.expiry_s / 4)
         try:
             async with asyncio.timeout(limit_s):
                 self.p2p = await self._start_daemon(limit_s)
@@ -68,8 +68,10 @@ class Host:
                     initial_peers=await self._reach(peers) or None,
                     client_mode=self._config.client_mode,
                     record_validator=SignedRecords(self._identity),
-                    wait_timeout=min(DHT_WAIT_S, self._config.expiry_s / 4),  # one silent peer spoils no look-up
+                    wait_timeout=limit_s,  # the first answer decides, and may come late
+                    bootstrap_timeout=answer_s,
                 )
+                self.node.protocol.wait_timeout = answer_s  # one silent peer spoils no look-up
         except ValidationError as error:
             raise _explain_validation(str(error), self._identity.path) from None
         except (*TRANSPORT_ERRORS, RuntimeError) as error:
@@ -161,7 +163,7 @@ class Host:
         )
 
     def _explain(self, error: Exception, limit_s: float) -> SwarmError:
-        if not self._config.peers:
+        if not hasattr(self, "p2p") or not self._config.peers:
             reason = f" ({error})" if str(error) else ""
             return SwarmError(
                 f"libp2p did not start within {limit_s:g} s{reason}: raise swarm.startup_timeout_s, or see log.txt"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hivemind.dht.protocol import DHTProtocol
 
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
@@ -79,6 +82,22 @@ def test_the_swarm_outlives_its_first_peer(network: Network) -> None:
     assert {frozenset(outcome.weights) for outcome in outcomes} == {
         frozenset(peer.peer_id for peer in [*old, newcomer])
     }
+
+
+def test_a_peer_that_answers_late_is_joined_all_the_same(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later than a look-up may take, which is a part of `expiry_s`: 0.5 s here."""
+    answer, delays_s = DHTProtocol.rpc_ping, [1.5]
+
+    @functools.wraps(answer)  # hivemind reads the types
+    async def answer_late(protocol: DHTProtocol, *arguments: Any) -> Any:
+        if delays_s:
+            await asyncio.sleep(delays_s.pop())
+        return await answer(protocol, *arguments)
+
+    monkeypatch.setattr(DHTProtocol, "rpc_ping", answer_late)
+    first = network.peer(expiry_s=2.0).open()
+    network.enter([first, network.peer(first.addresses, expiry_s=2.0).open()], network.contract(2))
+    assert not delays_s
 
 
 def start(peer: Peer) -> None:
