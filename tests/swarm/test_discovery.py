@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
+from hivemind.p2p import P2PContext
+from hivemind.proto import dht_pb2
 
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
@@ -88,11 +89,12 @@ def test_a_peer_that_answers_late_is_joined_all_the_same(network: Network, monke
     """Later than a look-up may take, which is a part of `expiry_s`: 0.5 s here."""
     answer, delays_s = DHTProtocol.rpc_ping, [1.5]
 
-    @functools.wraps(answer)  # hivemind reads the types
-    async def answer_late(protocol: DHTProtocol, *arguments: Any) -> Any:
+    async def answer_late(
+        self: DHTProtocol, request: dht_pb2.PingRequest, context: P2PContext
+    ) -> dht_pb2.PingResponse:  # hivemind reads these types
         if delays_s:
             await asyncio.sleep(delays_s.pop())
-        return await answer(protocol, *arguments)
+        return await answer(self, request, context)
 
     monkeypatch.setattr(DHTProtocol, "rpc_ping", answer_late)
     first = network.peer(expiry_s=2.0).open()
