@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from support.waiting import WaitUntil, wait_until
 
@@ -44,7 +45,9 @@ def test_a_second_signal_ends_a_process_whose_main_thread_is_in_one_long_call(
     with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE) as stuck:
         assert stuck.stdout is not None
         assert stuck.stdout.readline() == b"in\n"
-        status = Path(f"/proc/{stuck.pid}/status")
+        status, process = Path(f"/proc/{stuck.pid}/status"), psutil.Process(stuck.pid)
+        used_s = process.cpu_times().user
+        wait_until(lambda: process.cpu_times().user > used_s + 0.2, "it is in the call")
         stuck.send_signal(number)
         wait_until(lambda: f"ShdPnd:\t{0:016x}" in status.read_text(), "the first one has come")
         assert stuck.poll() is None
