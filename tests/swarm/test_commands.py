@@ -6,6 +6,7 @@ The commands run in this process: what they start, network process and libp2p da
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -229,7 +230,10 @@ def test_other_initial_parameters_are_refused_before_the_first_inner_step(
 def test_key_that_another_process_of_the_swarm_uses(
     fail: Fail, network: Network, tmp_path: Path, make_contract: SmallContract
 ) -> None:
-    """A copied folder: another file, the same key, and so the same peer id twice."""
+    """A copied folder: another file, the same key, and so the same peer id twice.
+
+    Either a record tells of the other process, or the swarm, whose first call goes to that one, finds nobody here.
+    """
     contract = make_contract().model_copy(update={"rounds": RoundsConfig(start_peers=2)})
     bootstrap = network.peer().open()
     original, copy = tmp_path / "original.key", tmp_path / "copy.key"
@@ -238,5 +242,6 @@ def test_key_that_another_process_of_the_swarm_uses(
     copy.write_bytes(original.read_bytes())
     copy.chmod(0o600)
     line = fail(WRONG_SETTINGS, peers=bootstrap.addresses, sets=[f"swarm.identity={copy}", "compute.threads=1"])
-    assert f"swarm.identity {copy}" in line
-    assert "in use by another process" in line
+    assert re.search(
+        rf"swarm\.identity {re.escape(str(copy))} is (in use by another process|another process's key)", line
+    )
