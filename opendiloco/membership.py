@@ -198,8 +198,12 @@ class Membership:
         if len(copies) < CONTRACT_COPIES:
             await self._store(RUNS_KEY, f"{run_id}/{self.identity.peer_id}", wire, lifetime_s=CONTRACT_LIFETIME_S)
 
-    async def find_runs(self) -> dict[str, list[Contract]]:
-        """Contracts on this DHT by run id; several under an id where it cannot be told which one its workers follow."""
+    async def find_runs(self, *, with_workers: bool = False) -> dict[str, list[Contract]]:
+        """Contracts on this DHT by run id; several under an id where it cannot be told which one its workers follow.
+
+        Args:
+            with_workers: only of runs that somebody is in; a contract outlives the last worker.
+        """
         found: dict[str, dict[str, Contract]] = {}
         for subkey, (value, _) in (await self._read(RUNS_KEY, limit_s=READ_LIMIT_S)).items():
             run_id = subkey.rpartition("/")[0]
@@ -212,7 +216,11 @@ class Membership:
         progress = await asyncio.gather(*map(self._read_progress, found))
         records = [[record for record, _ in of_run.values() if record is not None] for of_run in progress]
         self.reached = [record for of_run in records for record in of_run]
-        return {run_id: _followed(run_id, found[run_id], of_run) for run_id, of_run in zip(found, records, strict=True)}
+        return {
+            run_id: _followed(run_id, found[run_id], of_run)
+            for run_id, of_run in zip(found, records, strict=True)
+            if not with_workers or any(record.state != "left" for record in of_run)
+        }
 
     async def _store(self, key: str, subkey: str, value: Any, lifetime_s: float | None = None) -> bool:
         expiration = time.time() + (lifetime_s or self.expiry_s)

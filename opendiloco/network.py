@@ -78,9 +78,9 @@ class PeerProcess:
         self._membership = Membership(self._host.node, self._identity, self._config.expiry_s)
         return await self._host.addresses()
 
-    async def find_runs(self) -> dict[str, list[Contract]]:
+    async def find_runs(self, with_workers: bool) -> dict[str, list[Contract]]:
         """Contracts on the DHT by run id; more than one under an id means that its peers disagree."""
-        return await self._membership.find_runs()
+        return await self._membership.find_runs(with_workers=with_workers)
 
     async def _watch_daemon(self) -> None:
         code = await self._host.daemon_end()

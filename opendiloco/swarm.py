@@ -143,18 +143,19 @@ class Swarm:
 
     # --- the run -----------------------------------------------------------------------------------------
 
-    def find_contract(self, run_id: str | None, *, wait_s: float) -> Contract | None:
+    def find_contract(self, run_id: str | None, *, wait_s: float, with_workers: bool = True) -> Contract | None:
         """The contract of run `run_id`, or of the only run there is; None when this swarm has no such run.
 
         Args:
             wait_s: how long to wait for a run to appear; others may be just starting.
+            with_workers: a run whose workers have all gone is none.
 
         Raises:
             SettingsError: there are several runs and `run_id` names none, or its peers disagree on the contract.
         """
         give_up = time.monotonic() + wait_s
         while True:
-            runs: dict[str, list[Contract]] = self._wait(self._caller.start("find_runs"))
+            runs: dict[str, list[Contract]] = self._wait(self._caller.start("find_runs", with_workers))
             if run_id is None and len(runs) > 1:
                 raise SettingsError(f"the swarm has runs {', '.join(sorted(runs))}: choose one with --run-id")
             found = next(iter(runs.values()), []) if run_id is None else runs.get(run_id, [])
@@ -170,8 +171,8 @@ class Swarm:
             time.sleep(RUNS_POLL_S)
 
     def runs(self) -> list[str]:
-        """Ids of the runs on this DHT."""
-        return sorted(self._call("find_runs"))
+        """Ids of the runs on this DHT that have workers."""
+        return sorted(self._call("find_runs", True))
 
     def allocate(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """fp32 vectors in memory shared with the network process, zero at first, by name."""

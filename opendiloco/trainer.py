@@ -154,7 +154,7 @@ def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> t
     limit_s = settings.peer.swarm.startup_timeout_s
     brings_contract = settings.has_run_file or not settings.peer.swarm.peers
     wanted = settings.contract.run.id if brings_contract else run_id
-    theirs = swarm.find_contract(wanted, wait_s=0.0)
+    theirs = swarm.find_contract(wanted, wait_s=0.0, with_workers=not brings_contract)
     if theirs is None and not brings_contract:
         logger.info("waiting up to %g s for a worker of run %s", limit_s, run_id or "(any)")
         theirs = swarm.find_contract(wanted, wait_s=limit_s)

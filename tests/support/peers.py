@@ -166,8 +166,8 @@ class Peer:
         return self._network.run(self.process.awaited())
 
     def runs(self) -> Mapping[str, list[Contract]]:
-        """The runs on the DHT."""
-        return self._network.run(self.process.find_runs())
+        """The runs on the DHT that have workers."""
+        return self._network.run(self.process.find_runs(True))
 
     def leave(self) -> None:
         """Say goodbye and stop."""

@@ -403,3 +403,13 @@ def test_of_several_contracts_of_a_run_the_one_counts_that_most_workers_with_com
         assert len(asyncio.run(member(dht).find_runs())["run"]) == 2
     dht.held["run.progress"] = {"a": standing | {"contract": "e" * 64}}  # nobody's on the DHT
     assert len(asyncio.run(member(dht).find_runs())["run"]) == 2
+
+
+def test_a_run_whose_workers_have_gone_is_one_to_compare_with_and_none_to_join() -> None:
+    dht = Dht(opendiloco_runs={f"run/{STRANGER.peer_id}": THEIRS})
+    for gone in ({}, {STRANGER.peer_id: progress(state="left")}):
+        dht.held["run.progress"] = gone
+        assert asyncio.run(member(dht).find_runs(with_workers=True)) == {}
+        assert list(asyncio.run(member(dht).find_runs())) == ["run"]
+    dht.held["run.progress"] = {STRANGER.peer_id: progress()}
+    assert list(asyncio.run(member(dht).find_runs(with_workers=True))) == ["run"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -99,7 +100,8 @@ def test_joiner_says_how_long_it_waits_for_which_run_before_it_waits(
     caplog.set_level(logging.INFO)
     theirs, heard = Contract(run=RunConfig(id="later")), list[list[str]]()
 
-    def find_contract(_: str | None, *, wait_s: float) -> Contract | None:
+    def find_contract(_: str | None, *, wait_s: float, with_workers: bool = True) -> Contract | None:
+        assert with_workers
         if wait_s == 0:
             return None
         assert wait_s == 7.5
@@ -112,6 +114,19 @@ def test_joiner_says_how_long_it_waits_for_which_run_before_it_waits(
     found, has_brought_contract = agree_on_contract(Settings(Contract(), peer), swarm, run_id)
     assert (found.contract, has_brought_contract) == (theirs, False)
     assert heard == [[f"waiting up to 7.5 s for a worker of run {named}"]]
+
+
+def test_who_brings_a_contract_compares_it_also_with_that_of_a_run_without_workers() -> None:
+    theirs, asked = Contract(run=RunConfig(seed=7)), list[bool]()
+
+    def find_contract(_: str | None, *, wait_s: float, with_workers: bool) -> Contract | None:
+        asked.append(with_workers)
+        return theirs
+
+    swarm, mine = cast(Any, SimpleNamespace(find_contract=find_contract)), Settings(Contract(), PeerConfig())
+    with pytest.raises(SettingsError, match="leave out --run"):
+        agree_on_contract(replace(mine, has_run_file=True), swarm, None)
+    assert asked == [False]
 
 
 def test_processes_of_a_worker_meet_before_its_text_is_opened(tmp_path: Path) -> None:
