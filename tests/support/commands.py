@@ -19,6 +19,7 @@ import pytest
 from opendiloco.config import Contract, DataConfig, InnerConfig, ModelConfig, OuterConfig, RoundsConfig, RunConfig
 from opendiloco.metrics import read_metrics
 from opendiloco.settings import write_toml
+from support.forking import NETWORK
 from support.waiting import LIMIT_S
 from support.warm import Forked, Warm
 
@@ -71,7 +72,7 @@ class Command:
 
     def network_process(self) -> psutil.Process:
         """The one that runs opendiloco.network."""
-        (found,) = (p for p in self.below() if p.cmdline()[1:3] == ["-m", "opendiloco.network"])
+        (found,) = (p for p in self.below() if NETWORK.startswith(p.name()) or NETWORK in p.cmdline())
         return found
 
     def wait(self, limit_s: float = LIMIT_S) -> int:

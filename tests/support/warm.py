@@ -1,13 +1,13 @@
 """Python programs forked from a process that has imported everything: imports take seconds, a fork none.
 
-The program runs as ever, an `opendiloco` command from `opendiloco.__main__.run` on; only its imports are done already.
+The program runs as ever, an `opendiloco` command from `opendiloco.__main__.run` on; only its imports are done already,
+and those of the processes it starts: see `forking`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -15,14 +15,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 import pytest
 
+from support.forking import run_python
+
 ROOT = Path(__file__).parents[2]
 MESSAGE_BYTES = 1 << 20
-IMPORTED = ("opendiloco.cli", "opendiloco.trainer", "opendiloco.swarm", "opendiloco.worker", "opendiloco.simulate")
-COMMAND, DEMO = ("-m", "opendiloco"), ("-m", "opendiloco.demo")
+IMPORTED = tuple(f"opendiloco.{name}" for name in ("cli", "trainer", "worker", "simulate", "demo", "network"))
 
 
 class Forked:
@@ -156,73 +157,7 @@ def _become(request: dict[str, object]) -> NoReturn:
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         os.dup2(file, number)
         os.close(file)
-    _run(*map(str, arguments))
-
-
-def _run(*arguments: str) -> NoReturn:
-    """What `python ARGUMENTS` does."""
-    if arguments[:2] == COMMAND:
-        sys.argv = ["opendiloco", *arguments[2:]]
-        from opendiloco.__main__ import run
-
-        run()
-    if arguments[:2] == DEMO:
-        from opendiloco import demo, processes
-
-        vars(processes)["subprocess"] = Forking
-        code: object = demo.main(arguments[2:])
-    else:
-        sys.argv, code = list(arguments), 0
-        try:
-            runpy.run_path(arguments[0], run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else bool(code))
-
-
-class Forking:
-    """What `opendiloco.processes` needs of the module subprocess, with children that are forks."""
-
-    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
-
-    class Popen:
-        def __init__(self, command: list[str], *, stdout: IO[bytes], **_: object) -> None:
-            self.returncode: int | None = None
-            self.pid = os.fork()
-            if self.pid == 0:
-                os.setsid()
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, signal.SIG_DFL)
-                for number in (1, 2):
-                    os.dup2(stdout.fileno(), number)
-                _run(*command[1:])
-
-        def poll(self) -> int | None:
-            return self._wait(os.WNOHANG)
-
-        def wait(self, timeout: float | None = None) -> int | None:
-            if self.poll() is None and timeout is not None:
-                process = os.pidfd_open(self.pid)
-                is_over = select.select([process], [], [], timeout)[0]
-                os.close(process)
-                if not is_over:
-                    raise subprocess.TimeoutExpired("opendiloco", timeout)
-            return self._wait(0)
-
-        def _wait(self, options: int) -> int | None:
-            if self.returncode is None:
-                pid, status = os.waitpid(self.pid, options)
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-            return self.returncode
-
-        def send_signal(self, number: int) -> None:
-            if self.poll() is None:
-                os.kill(self.pid, number)
-
-        def kill(self) -> None:
-            self.send_signal(signal.SIGKILL)
+    run_python(*map(str, arguments))
 
 
 @pytest.fixture(scope="session")

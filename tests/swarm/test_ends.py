@@ -37,7 +37,8 @@ def is_gone(process: psutil.Process) -> bool:
 
 def folder_of(worker: Command) -> Path:
     """Where the sockets of its daemon are."""
-    return Path(worker.network_process().environ()["TMPDIR"])
+    (daemon,) = (process for process in worker.below() if process.name() == "p2pd")
+    return Path(daemon.environ()["TMPDIR"])
 
 
 def guard(worker: Command) -> psutil.Process:

@@ -62,7 +62,8 @@ class Run:
 def run(module_network: Network, module_commands: Commands, wait_until: WaitUntil) -> Run:
     """All start at the same moment and know one address. Two bring the contract, one takes it from the swarm."""
     bootstrap = module_network.peer().open()
-    contract = module_commands.contract(rounds=ROUNDS, codec="none", start_peers=WORKERS)
+    patience = {"grace": 600.0, "failure_timeout_s": 60.0}  # on a busy machine too nobody is left out
+    contract = module_commands.contract(rounds=ROUNDS, codec="none", start_peers=WORKERS, **patience)
     sinks = ['log.sinks=["tensorboard"]']
     workers = [module_commands.worker(bootstrap.addresses, brings, sets=sinks) for brings in (contract, contract, None)]
     helpers: list[psutil.Process] = []
