@@ -37,7 +37,7 @@ def contract_of(options: argparse.Namespace, seed: int, rounds: int) -> Contract
     return Contract.model_validate(
         {
             "run": {"id": "moments", "rounds": rounds, "seed": seed},
-            "data": {"seq_len": 64, "validation_sequences": 256},
+            "data": {"seq_len": 64, "validation_sequences": options.validation},
             "inner": {"steps": options.steps, "batch_size": 4, "warmup_steps": 20, "schedule": "constant"},
         }
     )
@@ -102,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", type=int, default=4, metavar="N", help="rounds before the join (default 4)")
     parser.add_argument("--after", type=int, default=4, metavar="N", help="rounds after it (default 4)")
     parser.add_argument("--steps", type=int, default=50, metavar="H", help="inner steps of a round (default 50)")
-    options = parse_options(parser, "moments", argv, quick={"seeds": 1, "before": 1, "after": 1, "steps": 2})
+    parser.add_argument("--validation", type=int, default=256, metavar="N", help="sequences (default 256)")
+    small = {"seeds": 1, "before": 1, "after": 1, "steps": 2, "validation": 4}
+    options = parse_options(parser, "moments", argv, quick=small)
     torch.set_num_threads(1)
     results = []
     for seed in range(options.seeds):
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(measure(options, seed, Path(temporary)))
     record = {
         "benchmark": "moments",
-        **{name: getattr(options, name) for name in ("seeds", "before", "after", "steps")},
+        **{name: getattr(options, name) for name in ("seeds", "before", "after", "steps", "validation")},
         "each": results,
         **about(),
     }

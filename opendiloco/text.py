@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -188,7 +189,10 @@ def _read_files(files: list[Path], data: DataConfig) -> Iterator[str]:
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [f for f in root.rglob("*.py") if _STDLIB_SKIPPED.isdisjoint(f.relative_to(root).parts)]
+    files = list[Path]()
+    for folder, folders, names in os.walk(root):  # not into what is skipped, which may be far more than the library
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise SettingsError(f"data.source is stdlib, but {root} has no .py files: use text:PATH")
     return sorted(files)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+from support.noisy import WarmWorker
 
-from benchmarks import noise
 from benchmarks.links import Links
-from benchmarks.noise import NoiseWorker, start_all, stop_all, wait_for_round
+from benchmarks.noise import start_all, stop_all, wait_for_round
 
 if TYPE_CHECKING:
     from support.warm import Warm
@@ -46,29 +46,14 @@ def sampled(pid: int) -> Iterator[list[int]]:
         thread.join()
 
 
-class WarmWorker(NoiseWorker):
-    """One whose imports are done; what it inherits counts in every run alike."""
-
-    warm: Warm
-
-    def start(self, peers: Sequence[str]) -> None:
-        self.popen = self.warm.start(
-            [noise.__file__, *self._arguments, *peers],
-            out=self._folder / "lines.jsonl",
-            errors=self._folder / "errors.txt",
-        )
-
-
 def peaks(folder: Path, warm: Warm, *, values: int, count: int) -> dict[str, int]:
     """Of one of `count` workers in some rounds."""
     folder.mkdir()
     links = Links()
     workers = [
-        WarmWorker(folder / str(index), links.host(), values=values, workers=count, inner_s=0.1)
+        WarmWorker(folder / str(index), links.host(), warm=warm, values=values, workers=count, inner_s=0.1)
         for index in range(count)
     ]
-    for worker in workers:
-        worker.warm = warm
     try:
         start_all(workers)
         first = wait_for_round(workers, count)
