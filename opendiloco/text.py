@@ -20,6 +20,7 @@ from typing import Any
 from opendiloco.config import DataConfig
 from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.hub import explanation, patient
+from opendiloco.progress import Progress
 
 PIECE_CHARS = 16_384
 """Characters of the longest document; longer files and rows are cut."""
@@ -103,8 +104,7 @@ def read_source(data: DataConfig, *, leaving: Callable[[], bool] = lambda: False
     if scheme == "text":
         return _in_memory(_read_files(_files(data, place, suffixes=()), data), data)
     source = _open_stream(data, scheme, place, leaving)
-    rows = (row for shard in range(source.shard_count) for row in source.rows(shard))
-    head = list(islice((piece for row in rows for piece in row), MEMORY_PIECES + 1))
+    head = list(islice(_pieces(source), MEMORY_PIECES + 1))
     if len(head) <= MEMORY_PIECES:
         return _in_memory(head, data)
     held = sum(is_held_out(digest(piece), data.validation_fraction) for piece in head)
@@ -172,6 +172,14 @@ def _in_memory(pieces: Iterable[str], data: DataConfig) -> MemoryText:
     return MemoryText(documents=tuple(distinct[key] for key in sorted(distinct)))
 
 
+def _pieces(source: StreamedText) -> Iterator[str]:
+    progress = Progress(f"reading the beginning of {source.data.source}", {"documents": None, "MB": None})
+    for shard in range(source.shard_count):
+        for row in source.rows(shard):
+            progress.advance({"documents": len(row), "MB": sum(map(len, row)) / 1e6})
+            yield from row
+
+
 def _read_files(files: list[Path], data: DataConfig) -> Iterator[str]:
     total_bytes = sum(file.stat().st_size for file in files)
     if total_bytes > MEMORY_BYTES:
@@ -180,8 +188,10 @@ def _read_files(files: list[Path], data: DataConfig) -> Iterator[str]:
             f"{MEMORY_BYTES / 1e9:.1f} GB that are kept in memory: store it as jsonl or parquet, which are "
             "streamed"
         )
+    progress = Progress(f"reading {data.source}", {"files": len(files), "MB": total_bytes / 1e6})
     for file in files:
         content = file.read_bytes()
+        progress.advance({"files": 1, "MB": len(content) / 1e6})
         if b"\0" not in content[:8192]:  # a NUL byte: not a text file
             yield from cut(content.decode("utf-8", "replace").replace("\r\n", "\n"), PIECE_CHARS)
 
