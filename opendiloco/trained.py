@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from opendiloco.config import ModelConfig
-from opendiloco.errors import SettingsError
+from opendiloco.errors import SettingsError, pip_install
 from opendiloco.presets import fill_normal
 
 _ALL = "all-linear"  # peft's word for every linear layer but the output head
@@ -74,7 +74,7 @@ def _with_adapters(model: PreTrainedModel, config: ModelConfig, *, seed: int) ->
         from peft import LoraConfig, get_peft_model  # slow to import, and seldom needed
     except ImportError:
         raise SettingsError(
-            f"model.lora_rank is {config.lora_rank}, which needs peft: pip install peft, or set model.lora_rank=0"
+            f"model.lora_rank is {config.lora_rank}, which needs peft: {pip_install('peft')}, or set model.lora_rank=0"
         ) from None
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]  # of GPT-2
     for target in config.lora_targets:
