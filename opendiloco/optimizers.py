@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +123,6 @@ def _adamw(groups: list[dict[str, Any]], config: InnerConfig) -> torch.optim.Ada
 
 
 def _adamw8bit(groups: list[dict[str, Any]], config: InnerConfig) -> torch.optim.Optimizer:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no optimizer uses
     from bitsandbytes.optim import AdamW8bit  # slow to import, and seldom needed
 
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas)

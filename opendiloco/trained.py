@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -69,7 +68,6 @@ def merged_copy(model: Any) -> PreTrainedModel:
 
 def _with_adapters(model: PreTrainedModel, config: ModelConfig, *, seed: int) -> PreTrainedModel:
     """The model wrapped by peft: only adapters are trained."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels nobody uses
     try:
         from peft import LoraConfig, get_peft_model  # slow to import, and seldom needed
     except ImportError:
