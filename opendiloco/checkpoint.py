@@ -134,6 +134,7 @@ def load_checkpoint(resume: str, out: Path, *, contract: str, option: str = "--r
     Raises:
         SettingsError: there is no such checkpoint, none is whole, or it belongs to another run contract.
     """
+    check_resume(resume, option=option)
     asked = f"{option} {resume}"
     if resume != "latest":
         return _load(Path(resume), asked, contract)
@@ -148,6 +149,18 @@ def load_checkpoint(resume: str, out: Path, *, contract: str, option: str = "--r
     return None
 
 
+def check_resume(resume: str, *, option: str = "--resume") -> None:
+    """Raise SettingsError, without reading it, where `option` names a folder that is no checkpoint."""
+    path = Path(resume)
+    if resume == "latest" or (path / _META).is_file():
+        return
+    there = ", ".join(found.name for found in checkpoints(path.parent)) or "none"
+    raise SettingsError(
+        f"{option} {resume}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN "
+        f"(in {path.parent}: {there})"
+    )
+
+
 class _UnusableError(SettingsError):
     """This checkpoint cannot be read, or is another run's."""
 
@@ -155,11 +168,6 @@ class _UnusableError(SettingsError):
 def _load(path: Path, asked: str, contract: str) -> Checkpoint:
     try:
         meta = json.loads((path / _META).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        there = ", ".join(found.name for found in checkpoints(path.parent)) or "none"
-        raise SettingsError(
-            f"{asked}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN (in {path.parent}: {there})"
-        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(asked, path, error) from None
     try:

@@ -14,6 +14,7 @@ import typer
 
 from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.launcher import leave_with_launcher
+from opendiloco.logs import setup_logging
 from opendiloco.options import (
     AddressFile,
     AnnounceMaddrs,
@@ -169,13 +170,14 @@ def evaluate(
     _state(context, debug)
     beside = model_dir.absolute().parent / "run.toml"
     settings = load_settings(run or (beside if beside.is_file() else None), peer, set_ or ())
-    if tasks is not None:
-        from opendiloco.harness import run_tasks
+    with setup_logging(None, console=True):
+        if tasks is not None:
+            from opendiloco.harness import run_tasks
 
-        return run_tasks(model_dir, tasks, task_dir=task_dir, compute=settings.peer.compute)
-    from opendiloco.evaluate import run_eval
+            return run_tasks(model_dir, tasks, task_dir=task_dir, compute=settings.peer.compute)
+        from opendiloco.evaluate import run_eval
 
-    return run_eval(model_dir, settings.contract.data, compute=settings.peer.compute)
+        return run_eval(model_dir, settings.contract.data, compute=settings.peer.compute)
 
 
 @app.command()
@@ -192,9 +194,10 @@ def generate(
 ) -> int:
     """Print text that a model writes after PROMPT."""
     _state(context, debug)
-    from opendiloco.evaluate import run_generate
+    with setup_logging(None, console=True):
+        from opendiloco.evaluate import run_generate
 
-    return run_generate(model_dir, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        return run_generate(model_dir, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
 
 @app.command()
@@ -208,9 +211,10 @@ def export(
 ) -> int:
     """Write a worker's outer parameters as a Hugging Face folder: weights, tokenizer, config and model card."""
     _state(context, debug)
-    from opendiloco.export import run_export
+    with setup_logging(None, console=True):
+        from opendiloco.export import run_export
 
-    return run_export(out_dir, hf_dir, checkpoint=checkpoint, dtype=dtype)
+        return run_export(out_dir, hf_dir, checkpoint=checkpoint, dtype=dtype)
 
 
 @app.command("settings")

@@ -87,9 +87,9 @@ class InnerConfig(Section):
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     """Inner optimizer. adamw8bit: moments of 1 byte each (bitsandbytes). muon: for the hidden matrices, AdamW for the
     embeddings, the output head and vectors (torch 2.9 or newer)."""
-    lr: Annotated[float, Field(gt=0)] = 4e-4
+    lr: Annotated[float, Field(gt=0, le=1000)] = 4e-4
     """Peak learning rate of the inner optimizer."""
-    muon_lr: Annotated[float, Field(ge=0)] = 0.0
+    muon_lr: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Peak learning rate of Muon; 0 takes inner.lr. Its steps are scaled to AdamW's size, so that AdamW's learning rate
     and weight decay fit (arXiv:2502.16982)."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9), Unit("inner steps")] = 50
@@ -98,7 +98,7 @@ class InnerConfig(Section):
     """Course of the learning rate after warm-up; cosine ends at the run's last inner step."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the cosine, as a share of the peak."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=1000)] = 0.1
     """Decoupled weight decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's first and second moment."""
@@ -125,7 +125,7 @@ class InnerConfig(Section):
 class OuterConfig(Section):
     optimizer: Literal["nesterov", "sgd", "sgdm", "adam"] = "nesterov"
     """Outer optimizer (DiLoCo: Nesterov)."""
-    lr: Annotated[float, Field(gt=0)] = 0.7
+    lr: Annotated[float, Field(gt=0, le=1000)] = 0.7
     """Outer learning rate."""
     momentum: Decay = 0.9
     """Outer momentum (adam: decay of the first moment)."""
@@ -233,7 +233,7 @@ def contract_difference(mine: Contract, theirs: Contract) -> list[tuple[str, obj
 
 
 class SwarmConfig(Section):
-    peers: tuple[PeerAddress, ...] = ()
+    peers: Annotated[tuple[PeerAddress, ...], Field(max_length=1000)] = ()
     """Addresses of peers to join through; none starts a new swarm."""
     host_maddrs: Annotated[tuple[ListenAddress, ...], Field(min_length=1)] = ("/ip4/127.0.0.1/tcp/0",)
     """Addresses to listen on. /ip4/0.0.0.0/tcp/PORT makes a peer reachable from other machines."""

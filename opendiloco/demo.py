@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.metrics import MetricsReader
@@ -26,6 +27,7 @@ from opendiloco.settings import load_settings, write_toml
 
 BOOTSTRAP_LIMIT_S = 60.0
 POLL_S = 0.25
+TELL_LIMIT_S = 2.0  # how long a round's line waits for the others' losses
 PROMPT = "def "
 DEFAULTS = ("run.id=demo", "inner.steps=40", "inner.lr=0.001", "inner.warmup_steps=40", "rounds.grace=60")
 
@@ -148,14 +150,22 @@ def _watch(
             for reader in readers:
                 reader.read()
             narrator = next((index for index, worker in enumerate(workers) if not worker.is_lost), 0)
+            alive = {_peer(reader) for worker, reader in zip(workers, readers, strict=True) if worker.is_running}
             for event in _unseen(readers[narrator].events, shown):
-                console.print(_round_line(event), highlight=False, soft_wrap=True)
+                told = _told(event, readers)
+                awaited = alive & set(event["participants"]) - {one["peer"] for one in told}
+                if event["verdict"] == "commit" and awaited and time.time() < event["time"] + TELL_LIMIT_S:
+                    break  # its line has the loss of all
+                console.print(_round_line(event, told), highlight=False, soft_wrap=True)
                 shown.append(event)
             if console.is_terminal:
-                live.update(_table(workers, readers, rounds, inner_steps), refresh=True)
+                table = _table(workers, readers, rounds, inner_steps)
+                live.update(
+                    Group(table, Text(_starting(workers, readers), no_wrap=True, overflow="ellipsis")), refresh=True
+                )
             for worker in (worker for worker in workers if worker.is_lost and worker.name not in lost):
                 lost.add(worker.name)
-                if len(lost) == len(workers) or not _committed(shown):
+                if len(lost) == len(workers) or not any(_committed(reader.events) for reader in readers):
                     raise SwarmError(f"{worker.name} {worker.end}: {worker.output}")
                 console.print(f"{worker.name} {worker.end}: the others go on", highlight=False, soft_wrap=True)
             if not running:
@@ -170,30 +180,55 @@ def _unseen(events: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[d
     return attempts[sum(event["round"] > done for event in shown) :]
 
 
+def _peer(reader: MetricsReader) -> str:
+    return str(reader.events[0]["peer"]) if reader.events else ""
+
+
+def _told(event: dict[str, Any], readers: list[MetricsReader]) -> list[dict[str, Any]]:
+    """What the participants of a committed round have written about it."""
+    of_round = [one for reader in readers for one in _committed(reader.events) if one["round"] == event["round"]]
+    return [one for one in of_round if one["peer"] in event["participants"] and one["lineage"] == event["lineage"]]
+
+
 def _table(workers: list[Process], readers: list[MetricsReader], rounds: int, inner_steps: int) -> Table:
     table = Table("worker", "peer", "round", "inner step", "loss", "tokens/s", "exchanged", box=None)
     for worker, reader in zip(workers, readers, strict=True):
         done = _of(reader.events, "round")
         steps = _of(reader.events, "inner_step")
-        last = steps[-1] if steps else {}
+        last = steps[-1] if steps and not worker.is_lost else {}
         moved = sum(event["sent_bytes"] + event["received_bytes"] for event in done)
         table.add_row(
             worker.name,
-            reader.events[0]["peer"][-8:] if reader.events else "starting",
-            f"{min(len(done) + 1, rounds)}/{rounds}",
-            f"{last.get('inner_step', 0)}/{inner_steps}",
-            f"{last['loss']:.3f}" if last else "",
+            _peer(reader)[-8:] or "starting",
+            _last_seen(worker, reader) if worker.is_lost else f"{min(len(done) + 1, rounds)}/{rounds}",
+            "" if worker.is_lost else f"{last.get('inner_step', 0)}/{inner_steps}",
+            f"{last['loss']:.3f}" if last.get("loss") is not None else "",
             f"{last['tokens_per_s']:,.0f}" if last else "",
-            f"{moved / 1e6:.1f} MB",
+            f"{moved / 1e6:.1f} MB" if moved else "",
         )
     return table
 
 
-def _round_line(event: dict[str, Any]) -> str:
-    """One attempt at a round, as one worker saw it."""
+def _last_seen(worker: Process, reader: MetricsReader) -> str:
+    """How a worker ended that is lost, and when it was last heard of."""
+    last = reader.events[-1]["time"] if reader.events else None
+    return worker.end + (f", last seen {time.time() - last:.0f} s ago" if last is not None else "")
+
+
+def _starting(workers: list[Process], readers: list[MetricsReader]) -> str:
+    """The last words of workers that do not train yet: what a long start is about."""
+    starting = [worker for worker, reader in zip(workers, readers, strict=True) if not reader.events]
+    return "\n".join(f"{worker.name}: {words[-1]}" for worker in starting if (words := worker.output.splitlines()))
+
+
+def _round_line(event: dict[str, Any], told: list[dict[str, Any]]) -> str:
+    """One attempt at a round, as one worker saw it, with the mean loss of those who have `told` of its commit."""
+    tokens = sum(one["tokens"] for one in told if one["loss"] is not None)
+    loss = sum(one["loss"] * one["tokens"] / tokens for one in told if one["loss"] is not None and tokens)
     return (
-        f"round {event['round']} | {len(event['participants'])} workers | loss {event['loss']:.3f} | "
-        f"inner {event['inner_s']:.1f} s, wait {event['wait_s']:.1f} s, rendezvous {event['rendezvous_s']:.2f} s, "
+        f"round {event['round']} | {len(event['participants'])} workers | "
+        + (f"loss {loss:.3f} | " if tokens else "")
+        + f"inner {event['inner_s']:.1f} s, wait {event['wait_s']:.1f} s, rendezvous {event['rendezvous_s']:.2f} s, "
         f"all-reduce {event['allreduce_s']:.2f} s | {event['verdict']} | replica {str(event['params_hash'])[:12]}"
     )
 

@@ -20,12 +20,13 @@ def round_line(event: RoundEvent, *, live: int, reason: str, has_vote: bool = Tr
     without = "" if has_vote or event.verdict != "commit" else " (without this one)"
     wire_bytes = event.sent_bytes + event.received_bytes
     rate = f", {wire_bytes * 8e-6 / event.allreduce_s:.0f} Mbit/s" if event.allreduce_s > 0 else ""
+    exchanged = f" ({wire_bytes / 1e6:.1f} MB {event.codec}{rate})" if wire_bytes else ""  # alone nothing is
     return (
         f"round {event.round} | "
         + ("" if behind else f"{len(event.participants)} of {live} workers{without} | ")
         + f"loss {event.loss:.3f} | "
         f"inner {event.inner_s:.1f} s, wait {event.wait_s:.1f} s, "
-        f"all-reduce {event.allreduce_s:.1f} s ({wire_bytes / 1e6:.1f} MB {event.codec}{rate}) | "
+        f"all-reduce {event.allreduce_s:.1f} s{exchanged} | "
         f"{event.verdict} {event.lineage[:6]}"
         + (f" | replica {event.params_hash[:12]}" if event.params_hash else "")
         + (f" | {reason}" if reason else "")
@@ -63,9 +64,8 @@ class Display:
     def inner_step(self, round: int, done: int, *, loss: float, tokens_per_s: float) -> None:
         """After each inner step; `done` counts those of this round, the one after `round` committed ones."""
         workers = f"{self._workers} workers | " if self._workers else ""
-        facts = (
-            f"{workers}loss {loss:.3f}{self._validation} | {tokens_per_s:,.0f} tokens/s | {self._bytes / 1e6:.1f} MB"
-        )
+        exchanged = f" | {self._bytes / 1e6:.1f} MB" if self._bytes else ""
+        facts = f"{workers}loss {loss:.3f}{self._validation} | {tokens_per_s:,.0f} tokens/s{exchanged}"
         description = f"round {round + 1}/{self._contract.run.rounds}"
         self._progress.update(self._task, description=description, completed=done, facts=facts)
 

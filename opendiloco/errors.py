@@ -4,6 +4,12 @@ Exit codes follow sysexits.h: 64 means the settings are wrong, so restarting wit
 75 means the swarm could not be reached or held, so restarting is the cure.
 """
 
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
 
 class OpendilocoError(Exception):
     """Base of every error that ends a command with one line instead of a traceback."""
@@ -21,3 +27,12 @@ class SwarmError(OpendilocoError):
     """The swarm could not be reached or stayed away: restart the peer."""
 
     exit_code = 75
+
+
+def pip_install(*arguments: str) -> str:
+    """The command that installs something for the interpreter that runs this, which bare `pip` need not do."""
+    pip = Path(sys.prefix) / "bin" / "pip"
+    program, options = (pip, []) if pip.is_file() else (Path(sys.executable), ["-m", "pip"])
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return shlex.join([str(program), *options, "install", *arguments])

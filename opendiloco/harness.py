@@ -8,7 +8,7 @@ from typing import Any
 
 from opendiloco.compute import choose_device
 from opendiloco.config import ComputeConfig
-from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.errors import OpendilocoError, SettingsError, pip_install
 
 BATCH_SIZE = 8
 
@@ -33,7 +33,8 @@ def run_tasks(model_dir: Path, tasks: str, *, task_dir: Path | None, compute: Co
     try:
         results = _evaluate(model_dir, names, task_dir=task_dir, compute=compute)
     except ImportError as error:
-        raise SettingsError(f'--tasks needs the package {error.name or "lm_eval"}: pip install "lm-eval[hf]"') from None
+        cure = pip_install("lm-eval[hf]")
+        raise SettingsError(f"--tasks needs the package {error.name or 'lm_eval'}: {cure}") from None
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         raise OpendilocoError(

@@ -20,8 +20,9 @@ _LIBRARIES = ("hivemind", "transformers", "datasets", "huggingface_hub")
 def setup_logging(log_file: Path | None, *, console: bool) -> ExitStack:
     """Send logger `opendiloco` to log_file and the console, everybody else to the file only.
 
-    Works whether libraries that bring handlers of their own were imported already or come later. What is
-    returned undoes it: use it as a context manager or call close(). Tracebacks go to the file only.
+    For the commands, whose processes are this program's own: in somebody's script logging is theirs to set up. Works
+    whether libraries that bring handlers of their own were imported already or come later. What is returned undoes it:
+    use it as a context manager or call close(). Tracebacks go to the file only.
     """
     root, stack = logging.getLogger(), ExitStack()
     if log_file is None:

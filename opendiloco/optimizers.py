@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from opendiloco.config import InnerConfig
-from opendiloco.errors import SettingsError
+from opendiloco.errors import SettingsError, pip_install
 
 _PROBE_VALUES = 4096  # the smallest parameter whose moments bitsandbytes keeps in 8 bits
 
@@ -55,8 +54,8 @@ def check_inner_optimizer(config: InnerConfig, device: torch.device) -> None:
         except Exception as error:  # whatever a build without kernels for this device raises
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise SettingsError(
-                f"inner.optimizer is adamw8bit, which bitsandbytes cannot compute on {device} here ({reason}): install "
-                "a newer bitsandbytes, use a CUDA device, or a run with inner.optimizer=adamw"
+                f"inner.optimizer is adamw8bit, which bitsandbytes cannot compute on {device} here ({reason}): "
+                f"{pip_install('--upgrade', 'bitsandbytes')}, use a CUDA device, or a run with inner.optimizer=adamw"
             ) from None
 
 
@@ -124,7 +123,6 @@ def _adamw(groups: list[dict[str, Any]], config: InnerConfig) -> torch.optim.Ada
 
 
 def _adamw8bit(groups: list[dict[str, Any]], config: InnerConfig) -> torch.optim.Optimizer:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no optimizer uses
     from bitsandbytes.optim import AdamW8bit  # slow to import, and seldom needed
 
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas)

@@ -1,11 +1,13 @@
-"""What is wrong with a run's model, tokenizer, optimizer or device, found before the network is joined."""
+"""What is wrong with a run's text, model, tokenizer, optimizer or device, found before the network is joined."""
 
 from __future__ import annotations
 
 from opendiloco.compute import choose_device
-from opendiloco.config import ComputeConfig, Contract, ModelConfig
+from opendiloco.config import ComputeConfig, Contract, DataConfig, ModelConfig
+from opendiloco.mixture import check_sources, split_sources
 from opendiloco.optimizers import check_inner_optimizer
 from opendiloco.presets import PRESETS
+from opendiloco.text import check_text
 from opendiloco.tokenizer import load_tokenizer
 
 
@@ -24,3 +26,14 @@ def check_replica(contract: Contract, compute: ComputeConfig) -> None:
     from opendiloco.model import check_model  # seconds of importing
 
     check_model(model, vocab_size=tokenizer.vocab_size, seq_len=contract.data.seq_len)
+
+
+def check_texts(data: DataConfig) -> None:
+    """Find out what the beginning of each source shows; first, without reading anything, whether all are there.
+
+    Raises:
+        SettingsError: no such source, no text in it or none in data.text_field, a broken file.
+    """
+    check_sources(data)
+    for source in split_sources(data)[0]:
+        check_text(source)

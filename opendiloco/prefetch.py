@@ -6,14 +6,16 @@ sequence has been handed out, where to go on: leases and positions never depend 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from opendiloco.leave import POLL_S, Leave
+from opendiloco.leave import POLL_S, Leave, every
 from opendiloco.ledger import Reading
+from opendiloco.progress import PERIOD_S
 from opendiloco.sequences import Bookmark, Sequences
 from opendiloco.tokenizer import Tokens
 
@@ -24,6 +26,8 @@ MIN_AHEAD = 4
 """Sequences made ready at least."""
 CLOSE_LIMIT_S = 1.0
 """How long closing waits for the thread; one that is stuck in a read ends by itself afterwards."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,12 @@ class _Made:
 class Prefetched:
     """`Sequences` of another one, made ready by a thread that ends with `close`. Position and order are the same."""
 
-    def __init__(self, sequences: Sequences, *, seq_len: int, leaving: Callable[[], bool] = lambda: False) -> None:
-        """Args: `sequences` belongs to the thread from now on; `leaving` ends a wait for it with `Leave`."""
-        self.shards = sequences.shards
+    def __init__(
+        self, sequences: Sequences, *, name: str, seq_len: int, leaving: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Args: `sequences` of the source `name` belong to the thread from now on; `leaving` ends a wait for it with
+        `Leave`."""
+        self.shards, self._name = sequences.shards, name
         self._sequences, self._leaving = sequences, leaving
         self._ahead = max(MIN_AHEAD, AHEAD_TOKENS // seq_len)
         self._bookmark = sequences.bookmark
@@ -77,11 +84,13 @@ class Prefetched:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
             self._thread.start()
+        say = every(PERIOD_S, lambda: logger.info("waits for text of %s, which is read and tokenized", self._name))
         with self._changed:
             while not self._made:
                 if self._leaving():
                     raise Leave
                 self._changed.wait(POLL_S)
+                say()
             made = self._made[0]
             if made.error is not None:
                 raise Leave if self._leaving() else made.error

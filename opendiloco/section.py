@@ -112,7 +112,8 @@ def _allowed(annotation: Any, metadata: Sequence[object]) -> str:
     if origin is tuple:
         least = [item.min_length for item in metadata if isinstance(item, MinLen)]
         most = [item.max_length for item in metadata if isinstance(item, MaxLen)]
-        size = f" of {least[0]} to {most[0]}" if least and most else "".join(f" of at least {n}" for n in least)
+        sizes = [f"at least {n}" for n in least] + [f"at most {n}" for n in most]
+        size = f" of {least[0]} to {most[0]}" if least and most else "".join(f" of {words}" for words in sizes)
         form = f'["A", "B", ...]{size}' if arguments[-1] is Ellipsis else f"of {len(arguments)}"
         return f"a list {form}, each {_allowed(arguments[0], ())}"
     names = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}

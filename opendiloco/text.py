@@ -6,10 +6,7 @@ the document: one large file works as well as a million small ones.
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import os
-import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -20,7 +17,9 @@ from typing import Any
 
 from opendiloco.config import DataConfig
 from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.files import SUFFIXES, named, source_files, stdlib_files
 from opendiloco.hub import explanation, patient
+from opendiloco.progress import Progress
 
 PIECE_CHARS = 16_384
 """Characters of the longest document; longer files and rows are cut."""
@@ -33,12 +32,8 @@ MEMORY_PIECES = 2_048
 MEMORY_BYTES = 2 * 1024**3
 """Size of the largest text: source; larger ones belong into jsonl or parquet, which are streamed."""
 
+_PARQUET_ROWS = 1_024  # read at once; left to the library, a file without rows is an error
 _SCHEMES = "stdlib, text:PATH, jsonl:PATH, parquet:PATH or hf:NAME[/CONFIG]"
-_STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-_SUFFIXES = {
-    "jsonl": (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
-    "parquet": (".parquet",),
-}
 
 
 class UnreadableText(SettingsError):
@@ -97,15 +92,10 @@ def read_source(data: DataConfig, *, leaving: Callable[[], bool] = lambda: False
         SettingsError: unknown scheme, missing or empty source, missing text field, unreadable rows.
         HubStopped: on leaving.
     """
-    scheme, _, place = str(data.source).partition(":")
-    if data.source == "stdlib":
-        return _in_memory(_read_files(_stdlib_files(), data), data)
-    check_source(data)
-    if scheme == "text":
-        return _in_memory(_read_files(_files(data, place, suffixes=()), data), data)
-    source = _open_stream(data, scheme, place, leaving)
-    rows = (row for shard in range(source.shard_count) for row in source.rows(shard))
-    head = list(islice((piece for row in rows for piece in row), MEMORY_PIECES + 1))
+    source = _open(data, leaving)
+    if not isinstance(source, StreamedText):
+        return _in_memory(source, data)
+    head = list(islice(_pieces(source), MEMORY_PIECES + 1))
     if len(head) <= MEMORY_PIECES:
         return _in_memory(head, data)
     held = sum(is_held_out(digest(piece), data.validation_fraction) for piece in head)
@@ -128,7 +118,20 @@ def check_source(data: DataConfig) -> None:
     if data.source != "stdlib" and (not colon or not place or scheme not in ("text", "jsonl", "parquet", "hf")):
         raise SettingsError(f"data.source is {data.source!r}: use {_SCHEMES}")
     if scheme in ("text", "jsonl", "parquet"):
-        _files(data, place, suffixes=_SUFFIXES.get(scheme, ()))
+        source_files(data, place, suffixes=SUFFIXES.get(scheme, ()))
+
+
+def check_text(data: DataConfig) -> None:
+    """Read a source's beginning, up to its first text. Not a source on the hub, which may take its time to answer.
+
+    Raises:
+        SettingsError: as `read_source`, where the beginning shows it.
+    """
+    if is_on_hub(data) and not Path(str(data.source).removeprefix("hf:")).expanduser().is_dir():
+        return
+    source = _open(data, lambda: False)
+    if next(_pieces(source) if isinstance(source, StreamedText) else source, None) is None:
+        raise _no_text(data)
 
 
 def is_on_hub(data: DataConfig) -> bool:
@@ -162,10 +165,25 @@ def is_held_out(document_digest: int, fraction: float) -> bool:
     return document_digest < fraction * 2.0**64
 
 
+def _open(data: DataConfig, leaving: Callable[[], bool]) -> Iterator[str] | StreamedText:
+    """The documents of text files as they are read, or a data set."""
+    check_source(data)
+    scheme, _, place = str(data.source).partition(":")
+    if data.source == "stdlib":
+        return _read_files(stdlib_files(), data)
+    if scheme == "text":
+        return _read_files(source_files(data, place, suffixes=()), data)
+    return _open_stream(data, scheme, place, leaving)
+
+
+def _no_text(data: DataConfig) -> SettingsError:
+    return SettingsError(f"data.source {data.source} has no text: name one that has some")
+
+
 def _in_memory(pieces: Iterable[str], data: DataConfig) -> MemoryText:
     distinct = {digest(piece): piece for piece in pieces}
     if not distinct:
-        raise SettingsError(f"data.source {data.source} has no text: name one that has some")
+        raise _no_text(data)
     if len(distinct) < MIN_PIECES:
         total_chars = sum(map(len, distinct.values()))
         size = max(MIN_PIECE_CHARS, total_chars // MIN_PIECES)
@@ -173,47 +191,30 @@ def _in_memory(pieces: Iterable[str], data: DataConfig) -> MemoryText:
     return MemoryText(documents=tuple(distinct[key] for key in sorted(distinct)))
 
 
+def _pieces(source: StreamedText) -> Iterator[str]:
+    progress = Progress(f"reading the beginning of {source.data.source}", {"documents": None, "MB": None})
+    for shard in range(source.shard_count):
+        for row in source.rows(shard):
+            progress.advance({"documents": len(row), "MB": sum(map(len, row)) / 1e6})
+            yield from row
+
+
 def _read_files(files: list[Path], data: DataConfig) -> Iterator[str]:
-    total_bytes = sum(file.stat().st_size for file in files)
+    with named(data):
+        total_bytes = sum(file.stat().st_size for file in files)
     if total_bytes > MEMORY_BYTES:
         raise SettingsError(
             f"data.source {data.source} has {total_bytes / 1e9:.1f} GB, more than the "
             f"{MEMORY_BYTES / 1e9:.1f} GB that are kept in memory: store it as jsonl or parquet, which are "
             "streamed"
         )
+    progress = Progress(f"reading {data.source}", {"files": len(files), "MB": total_bytes / 1e6})
     for file in files:
-        content = file.read_bytes()
+        with named(data):
+            content = file.read_bytes()
+        progress.advance({"files": 1, "MB": len(content) / 1e6})
         if b"\0" not in content[:8192]:  # a NUL byte: not a text file
             yield from cut(content.decode("utf-8", "replace").replace("\r\n", "\n"), PIECE_CHARS)
-
-
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = list[Path]()
-    for folder, folders, names in os.walk(root):  # not into what is skipped, which may be far more than the library
-        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not files:
-        raise SettingsError(f"data.source is stdlib, but {root} has no .py files: use text:PATH")
-    return sorted(files)
-
-
-def _files(data: DataConfig, place: str, *, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files a path, folder or glob stands for, sorted; hidden ones of a folder are left out."""
-    path = Path(place).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        inside = (f for f in path.rglob("*") if not any(p.startswith(".") for p in f.relative_to(path).parts))
-        files = [f for f in inside if f.is_file() and (not suffixes or f.name.endswith(suffixes))]
-        if not files:
-            kinds = " or ".join(suffixes) or "text"
-            raise SettingsError(f"data.source is {data.source}, but that folder has no {kinds} files")
-        return sorted(files)
-    files = [f for f in map(Path, glob.glob(str(path), recursive=True)) if f.is_file()]
-    if not files:
-        raise SettingsError(f"data.source is {data.source}, but there is no such file: correct the path")
-    return sorted(files)
 
 
 def _open_stream(data: DataConfig, scheme: str, place: str, leaving: Callable[[], bool]) -> StreamedText:
@@ -227,10 +228,13 @@ def _open_stream(data: DataConfig, scheme: str, place: str, leaving: Callable[[]
                 builder = load_dataset_builder(name, config)
                 dataset = builder.as_streaming_dataset(split="train")
         else:
-            full = [str(file) for file in _files(data, place, suffixes=_SUFFIXES[scheme]) if file.stat().st_size]
+            full = [str(file) for file in source_files(data, place, suffixes=SUFFIXES[scheme]) if file.stat().st_size]
             if not full:
-                raise SettingsError(f"data.source {data.source} has no text: name one that has some")
-            builder = load_dataset_builder("json" if scheme == "jsonl" else "parquet", data_files=full)
+                raise _no_text(data)
+            if scheme == "jsonl":
+                builder = load_dataset_builder("json", data_files=full)
+            else:
+                builder = load_dataset_builder("parquet", data_files=full, batch_size=_PARQUET_ROWS)
             dataset = builder.as_streaming_dataset(split="train")
     except OpendilocoError:
         raise

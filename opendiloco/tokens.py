@@ -20,11 +20,14 @@ from opendiloco.leave import run
 from opendiloco.ledger import MAX_READINGS, Reading
 from opendiloco.mixture import Mixture, mixture, split_sources
 from opendiloco.prefetch import Prefetched
+from opendiloco.progress import Progress
 from opendiloco.reader import Lease as Lease
 from opendiloco.reader import SourceReader
 from opendiloco.sequences import MemorySequences, Sequences, StreamedSequences
 from opendiloco.text import MemoryText, StreamedText, digest, is_held_out, read_source
 from opendiloco.tokenizer import Tokenizer, Tokens
+
+_BATCH_DOCUMENTS = 256  # of at most 16 KB each, between two looks at the clock
 
 
 class TokenStream(Iterator[Tensor]):
@@ -174,9 +177,11 @@ def _sequences(
     source = read_source(data, leaving=leaving)
     if isinstance(source, StreamedText):
         streamed = StreamedSequences(source, tokenizer, seed=seed, shards=data.shards)
-        return Prefetched(streamed, seq_len=data.seq_len, leaving=leaving) if prefetch else streamed
+        if not prefetch:
+            return streamed
+        return Prefetched(streamed, name=str(data.source), seq_len=data.seq_len, leaving=leaving)
     training, _ = _split(source, data, tokenizer)
-    tokens = tokenizer.encode_documents(training)
+    tokens = _tokens_of(training, data, tokenizer)
     return MemorySequences(tokens, seq_len=data.seq_len, source=str(data.source), seed=seed, shards=data.shards)
 
 
@@ -204,7 +209,7 @@ def _held_out(data: DataConfig, tokenizer: Tokenizer, leaving: Callable[[], bool
     if isinstance(source, StreamedText):
         tokens = _held_out_of_stream(source, data, tokenizer)
     else:
-        tokens = tokenizer.encode_documents(_split(source, data, tokenizer)[1])
+        tokens = _tokens_of(_split(source, data, tokenizer)[1], data, tokenizer)
     count = min(len(tokens) // data.seq_len, data.validation_sequences)
     return torch.from_numpy(tokens[: count * data.seq_len].astype(np.int64)).view(count, data.seq_len)
 
@@ -217,7 +222,7 @@ def _split(text: MemoryText, data: DataConfig, tokenizer: Tokenizer) -> tuple[li
     """
     documents = list(text.documents)
     held = sum(is_held_out(digest(d), data.validation_fraction) for d in documents)
-    held_tokens = len(tokenizer.encode_documents(documents[:held]))
+    held_tokens = len(_tokens_of(documents[:held], data, tokenizer))
     while held_tokens < data.seq_len and held < len(documents):
         held_tokens += len(tokenizer.encode_documents(documents[held : held + 1]))
         held += 1
@@ -234,17 +239,37 @@ def _split(text: MemoryText, data: DataConfig, tokenizer: Tokenizer) -> tuple[li
     )
 
 
+def _tokens_of(documents: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> Tokens:
+    """The documents of a source as `Tokenizer.encode_documents` gives them; a slow tokenizer takes minutes for many."""
+    totals = {"documents": len(documents), "MB": _megabytes(documents), "tokens": None}
+    progress, parts = Progress(f"tokenizing {data.source}", totals), []
+    for start in range(0, len(documents), _BATCH_DOCUMENTS):
+        batch = documents[start : start + _BATCH_DOCUMENTS]
+        parts.append(tokenizer.encode_documents(batch))
+        progress.advance({"documents": len(batch), "MB": _megabytes(batch), "tokens": len(parts[-1])})
+    return np.concatenate(parts) if parts else tokenizer.encode_documents([])
+
+
+def _megabytes(documents: Sequence[str]) -> float:
+    return sum(map(len, documents)) / 1e6
+
+
 def _held_out_of_stream(source: StreamedText, data: DataConfig, tokenizer: Tokenizer) -> Tokens:
     parts: list[Tokens] = []
-    total = 0
+    total, wanted = 0, data.validation_sequences * data.seq_len
+    progress = Progress(
+        f"looking for held-out text in {data.source}", {"documents": None, "MB": None, "held-out tokens": wanted}
+    )
     for shard in range(source.shard_count):
         for pieces in source.rows(shard):
             held = [p for p in pieces if is_held_out(digest(p), data.validation_fraction)]
             if held:
                 parts.append(tokenizer.encode_documents(held))
                 total += len(parts[-1])
-            if total >= data.validation_sequences * data.seq_len:
+            if total >= wanted:
                 return np.concatenate(parts)
+            new_tokens = len(parts[-1]) if held else 0
+            progress.advance({"documents": len(pieces), "MB": _megabytes(pieces), "held-out tokens": new_tokens})
     if total < data.seq_len:
         raise SettingsError(
             f"data.seq_len is {data.seq_len} but the held-out part of data.source {data.source} has only {total} "

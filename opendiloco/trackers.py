@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opendiloco.errors import SettingsError
+from opendiloco.errors import SettingsError, pip_install
 from opendiloco.scalars import Point
 from opendiloco.settings import Settings
 from opendiloco.sinks import Sink, Sinks
@@ -44,7 +44,7 @@ def check_sinks(names: Sequence[str]) -> None:
         if name in _TRACKERS and not _is_installed(name):
             raise SettingsError(
                 f"log.sinks is {json.dumps(list(names))} and the package {name} is not installed: "
-                f"pip install {name}, or leave {name} out"
+                f"{pip_install(name)}, or leave {name} out"
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from opendiloco.config import ModelConfig
-from opendiloco.errors import SettingsError
+from opendiloco.errors import SettingsError, pip_install
 from opendiloco.presets import fill_normal
 
 _ALL = "all-linear"  # peft's word for every linear layer but the output head
@@ -69,12 +68,11 @@ def merged_copy(model: Any) -> PreTrainedModel:
 
 def _with_adapters(model: PreTrainedModel, config: ModelConfig, *, seed: int) -> PreTrainedModel:
     """The model wrapped by peft: only adapters are trained."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels nobody uses
     try:
         from peft import LoraConfig, get_peft_model  # slow to import, and seldom needed
     except ImportError:
         raise SettingsError(
-            f"model.lora_rank is {config.lora_rank}, which needs peft: pip install peft, or set model.lora_rank=0"
+            f"model.lora_rank is {config.lora_rank}, which needs peft: {pip_install('peft')}, or set model.lora_rank=0"
         ) from None
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]  # of GPT-2
     for target in config.lora_targets:

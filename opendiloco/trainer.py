@@ -6,20 +6,23 @@ import contextlib
 import logging
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opendiloco.addresses import forget_addresses, write_addresses
-from opendiloco.checkpoint import CheckpointWriter, checkpoints, load_checkpoint
+from opendiloco.checkpoint import CheckpointWriter, check_resume, checkpoints, load_checkpoint
 from opendiloco.config import Contract
 from opendiloco.display import Display
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.leave import Leave, LeaveRequest, ends_in_order, run
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
-from opendiloco.mixture import check_sources
-from opendiloco.precheck import check_replica
+from opendiloco.precheck import check_replica, check_texts
 from opendiloco.settings import Settings, load_settings, write_toml
 from opendiloco.swarm import Swarm
 from opendiloco.trackers import check_sinks, open_sinks
+
+if TYPE_CHECKING:
+    from opendiloco.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +35,15 @@ def run_worker(
     Raises:
         OpendilocoError: one line for the user, with the exit code.
     """
-    from opendiloco.ranks import Ranks, check_batch
+    from opendiloco.ranks import Ranks  # seconds of importing
 
     ranks = Ranks.from_environment()
-    if not ranks.is_first:
-        from opendiloco.replica import assist
+    with setup_logging(None, console=True):
+        if not ranks.is_first:
+            from opendiloco.replica import assist
 
-        return assist(ranks)
-    check_sinks(settings.peer.log.sinks)
-    check_folder(out)
-    if settings.has_run_file or not settings.peer.swarm.peers:
-        check_batch(settings.contract, ranks)
-        check_sources(settings.contract.data)
-        check_replica(settings.contract, settings.peer.compute)
+            return assist(ranks)
+        check_before_network(settings, out, ranks, resume)
     leaving = LeaveRequest()
     with (
         ends_in_order(leaving),  # before the first inner step
@@ -101,6 +100,21 @@ def run_worker(
     return 0
 
 
+def check_before_network(settings: Settings, out: Path, ranks: Ranks, resume: str | None) -> None:
+    """Raise SettingsError for whatever can be known by now; the swarm's contract is looked at when it is there."""
+    from opendiloco.ranks import check_batch
+
+    check_sinks(settings.peer.log.sinks)
+    check_folder(out)
+    if resume is not None:
+        check_resume(resume)
+    if settings.has_run_file or not settings.peer.swarm.peers:
+        check_owner(out, settings.contract)
+        check_batch(settings.contract, ranks)
+        check_texts(settings.contract.data)
+        check_replica(settings.contract, settings.peer.compute)
+
+
 def check_folder(out: Path) -> None:
     """Raise SettingsError where a worker's folder holds a file in the place of one of its own folders."""
     for name in ("checkpoints", "model", "roundlog"):
@@ -130,18 +144,28 @@ def _has_trained(out: Path) -> bool:
 
 
 def warn_of_earlier_life(out: Path, resume: str | None) -> None:
-    """Where a worker begins a run anew in a folder that has seen one: hardly ever what its user wants."""
+    """Where a worker begins a run anew in a folder that has seen one: hardly ever what its user wants.
+
+    `--resume latest` is no mistake where there is nothing to resume: a service gives it at its first start too.
+    """
+    if not _has_trained(out):
+        if resume is not None:
+            logger.info("--resume %s: %s holds no checkpoint yet, this worker starts at round 0", resume, out)
+        return
     found = checkpoints(out / "checkpoints")
-    if resume is not None and not found:
-        logger.warning("--resume %s: %s holds no checkpoint, this worker starts from the beginning", resume, out)
-    elif _has_trained(out):
-        newest = f" (newest checkpoint: {found[-1].name})" if found else ""
-        logger.warning(
-            "%s was a worker's folder before%s, and the run starts from the beginning all the same: --peers ADDRESS "
-            "goes back to workers that go on with it, --resume latest to a checkpoint",
-            out,
-            newest,
-        )
+    newest = f" (newest checkpoint: {found[-1].name})" if found else ""
+    cure = (
+        "--resume latest to a checkpoint"
+        if found or resume is None
+        else f"--resume {resume} finds a checkpoint where checkpoint.every_rounds is above 0"
+    )
+    logger.warning(
+        "%s was a worker's folder before%s, and the run starts from the beginning all the same: --peers ADDRESS "
+        "goes back to workers that go on with it, %s",
+        out,
+        newest,
+        cure,
+    )
 
 
 def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> tuple[Settings, bool]:

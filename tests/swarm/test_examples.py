@@ -47,6 +47,7 @@ def test_two_trainers_form_a_swarm_and_end_with_one_model(tmp_path: Path, warm: 
     assert codes == [0, 0], outputs
     assert model_of(tmp_path / "one") == model_of(tmp_path / "two")
     assert all(output.count("'round_workers': 2") == 4 for output in outputs), outputs
+    assert ["started a swarm, " in outputs[0], "joined a swarm, " in outputs[1]] == [True, True], outputs
 
 
 @pytest.mark.parametrize("example", ["own_loop.py", "accelerate_loop.py"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -261,6 +262,38 @@ def test_export_and_tasks_hand_on_their_options(behind: Behind) -> None:
     ((arguments, options),) = tasks
     assert arguments == (Path("m"), "a,b")
     assert (options["task_dir"], options["compute"].device) == (Path("t"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "command"),
+    [
+        ("evaluate", "run_eval", ["eval", "m"]),
+        ("harness", "run_tasks", ["eval", "m", "--tasks", "a"]),
+        ("evaluate", "run_generate", ["generate", "m", "Hello"]),
+        ("export", "run_export", ["export", "out", "hf"]),
+    ],
+)
+def test_what_libraries_log_is_not_on_the_console_of_a_command(
+    behind: Behind,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: str,
+    function: str,
+    command: list[str],
+) -> None:
+    behind(module, function)
+    library = logging.getLogger("transformers")
+    monkeypatch.setattr(library, "handlers", [])
+    library.addHandler(logging.StreamHandler(sys.stderr))
+
+    def work(*_: object, **__: object) -> int:
+        library.warning("no kernels")
+        logging.getLogger("opendiloco.evaluate").warning("careful")
+        return 0
+
+    monkeypatch.setattr(sys.modules[f"opendiloco.{module}"], function, work)
+    assert main(command) == 0
+    assert capsys.readouterr() == ("", "warning: careful\n")
 
 
 def test_peers_option_takes_several_addresses_in_every_way() -> None:

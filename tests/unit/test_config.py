@@ -26,7 +26,7 @@ from opendiloco.config import (
     contract_to_wire,
 )
 from opendiloco.errors import SettingsError
-from opendiloco.settings import Flag, load_settings, settings_help, write_toml
+from opendiloco.settings import Flag, load_settings, settings_help, shown, write_toml
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
 
@@ -128,8 +128,12 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
             "inner.steps=1.5",
             "inner.steps is 1.5 in --set: must be a whole number of inner steps, at least 1, at most 1e+09",
         ),
-        ("inner.lr=nan", "inner.lr is NaN in --set: must be a number, above 0"),
-        ("inner.lr=inf", "inner.lr is Infinity in --set: must be a number, above 0"),
+        ("inner.lr=nan", "inner.lr is NaN in --set: must be a number, above 0, at most 1000"),
+        ("inner.lr=inf", "inner.lr is Infinity in --set: must be a number, above 0, at most 1000"),
+        ("inner.lr=1e38", "inner.lr is 1e+38 in --set: must be a number, above 0, at most 1000"),
+        ("inner.muon_lr=1e38", "inner.muon_lr is 1e+38 in --set: must be a number, at least 0, at most 1000"),
+        ("inner.weight_decay=1e38", "inner.weight_decay is 1e+38 in --set: must be a number, at least 0, at most 1000"),
+        ("outer.lr=1e38", "outer.lr is 1e+38 in --set: must be a number, above 0, at most 1000"),
         ("outer.codec=int4", 'outer.codec is "int4" in --set: must be one of none, fp16, int8'),
         ("outer.momentum=1", "outer.momentum is 1 in --set: must be a number, at least 0, below 1"),
         (
@@ -159,8 +163,24 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
         ("compute.device=gpu", 'compute.device is "gpu" in --set: must be auto, cpu, cuda or cuda:N'),
         (
             "swarm.peers=[a]",
-            'swarm.peers is "[a]" in --set: must be a list ["A", "B", ...], each a full address such as '
-            "/ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...",
+            'swarm.peers is "[a]" in --set: must be a list ["A", "B", ...] of at most 1000, each a full '
+            "address such as /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...",
+        ),
+        *(
+            (
+                f"swarm.peers={json.dumps(peers)}",
+                f"swarm.peers is {shown(peers)} in --set: must be a list "
+                '["A", "B", ...] of at most 1000, each a full address such as '
+                "/ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...",
+            )
+            for peers in (
+                [""],
+                ["foo"],
+                ["/ip4/203.0.113.5/tcp/1"],
+                [f"{ADDRESS}\0"],
+                [f"{ADDRESS} {ADDRESS}"],
+                [ADDRESS] * 1001,
+            )
         ),
         ("data.source=\udcff", "a setting is no UTF-8 text: correct the value of --set or of the option"),
         (
@@ -252,8 +272,8 @@ def test_a_value_from_an_option_is_blamed_on_that_option(tmp_path: Path) -> None
     [
         (
             lambda: SwarmConfig(peers=("127.0.0.1:31337",)),
-            'swarm.peers is "127.0.0.1:31337": must be a list ["A", "B", ...], each a full address such as '
-            "/ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...",
+            'swarm.peers is "127.0.0.1:31337": must be a list ["A", "B", ...] of at most 1000, each a full '
+            "address such as /ip4/203.0.113.5/tcp/31337/p2p/12D3Koo...",
         ),
         (lambda: SwarmConfig(peer=(ADDRESS,)), "unknown setting swarm.peer: did you mean swarm.peers?"),
         (
@@ -312,7 +332,7 @@ def test_digest_is_the_same_in_another_process_and_field_order() -> None:
 
 
 @given(
-    lr=st.floats(min_value=1e-12, max_value=1e12),
+    lr=st.floats(min_value=1e-12, max_value=1e3),
     steps=st.integers(min_value=1, max_value=10**9),
     grace=st.one_of(st.just("adaptive"), st.floats(min_value=1e-3, max_value=1e6)),
     codec=st.sampled_from(["none", "fp16", "int8"]),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from opendiloco.demo import _unseen, _watch
+from opendiloco import demo
+from opendiloco.demo import _round_line, _starting, _table, _unseen, _watch
 from opendiloco.errors import SwarmError
 from opendiloco.metrics import MetricsReader
 from opendiloco.processes import Process
@@ -42,3 +46,93 @@ def test_rounds_are_shown_once_whoever_tells_of_them() -> None:
     assert _unseen(first, first) == []
     second = [attempt(1, "commit", 1.1), attempt(2, "retry", 2.1), attempt(2, "commit", 3.1)]
     assert _unseen(second, first) == [second[2]]
+
+
+def commit(peer: str, loss: float | None, *, round: int = 1, tokens: int = 100) -> dict[str, Any]:
+    """What worker `peer`, a or b, writes about a round of both."""
+    figures = dict.fromkeys(("inner_s", "wait_s", "rendezvous_s", "allreduce_s"), 1.0)
+    here = {"peer": peer, "participants": ["a", "b"], "lineage": "1", "loss": loss, "tokens": tokens}
+    bytes_ = {"sent_bytes": 0, "received_bytes": 0, "params_hash": "5" * 64}
+    return {**attempt(round, "commit", 10.0), **figures, **here, **bytes_}
+
+
+def running(folder: Path) -> Process:
+    """A worker that runs as long as its `returncode` is None."""
+    folder.mkdir()
+    popen = SimpleNamespace(returncode=None)
+    popen.poll = lambda: popen.returncode
+    return Process(folder.name, folder, cast(Any, popen))
+
+
+def tell(worker: Process, *events: dict[str, Any]) -> None:
+    with (worker.folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def shown(table: object) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(table)
+    return cast(io.StringIO, console.file).getvalue()
+
+
+@pytest.mark.parametrize(
+    ("second", "loss"),
+    [
+        (commit("b", 4.0, tokens=300), "loss 3.500 | "),
+        (commit("b", None), "loss 2.000 | "),
+    ],
+)
+def test_the_loss_of_a_round_is_that_of_all_its_workers_by_tokens(second: dict[str, Any], loss: str) -> None:
+    first = commit("a", 2.0)
+    assert _round_line(first, [first, second]).startswith(f"round 1 | 2 workers | {loss}")
+    assert "loss" not in _round_line(first, [])
+
+
+@pytest.mark.parametrize(("tells_after_s", "loss"), [(1.0, "3.000"), (60.0, "2.000")])
+def test_the_line_of_a_round_waits_a_little_for_the_losses_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells_after_s: float, loss: str
+) -> None:
+    workers = [running(tmp_path / "a"), running(tmp_path / "b")]
+    tell(workers[0], {"event": "join", "peer": "a"}, commit("a", 2.0))
+    tell(workers[1], {"event": "join", "peer": "b"})
+    now_s, console = 10.0, Console(file=io.StringIO(), width=200)
+    output = cast(io.StringIO, console.file)
+    lines_at = dict[float, str]()
+
+    def sleep(_: float) -> None:
+        nonlocal now_s
+        lines_at[now_s] = output.getvalue()
+        now_s += 0.5
+        if now_s == 10.0 + tells_after_s:
+            tell(workers[1], commit("b", 4.0))
+        if now_s > 20.0:
+            for worker in workers:
+                worker.popen.returncode = 0
+
+    monkeypatch.setattr(demo, "time", SimpleNamespace(time=lambda: now_s, sleep=sleep))
+    _watch(workers, [MetricsReader(worker.folder / "metrics.jsonl") for worker in workers], 8, 40, console)
+    assert lines_at[10.5] == ""
+    assert f"loss {loss} | " in lines_at[10.0 + min(tells_after_s, demo.TELL_LIMIT_S)]
+    assert output.getvalue().count("round 1") == 1
+
+
+def test_a_worker_that_is_lost_stands_in_the_table_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = [running(tmp_path / "a"), ended(tmp_path / "b", "import os; os.kill(os.getpid(), 9)")]
+    step = {"event": "inner_step", "inner_step": 30, "loss": 2.5, "tokens_per_s": 1e3, "time": 100.0}
+    for worker in workers:
+        tell(worker, {**step, "peer": worker.name})
+    readers = [MetricsReader(worker.folder / "metrics.jsonl") for worker in workers]
+    for reader in readers:
+        reader.read()
+    monkeypatch.setattr(demo, "time", SimpleNamespace(time=lambda: 112.0))
+    _, living, lost = shown(_table(workers, readers, 8, 40)).splitlines()
+    assert living.split() == ["a", "a", "1/8", "30/40", "2.500", "1,000"]
+    assert " ".join(lost.split()) == "b b was killed by SIGKILL, last seen 12 s ago"
+
+
+def test_a_worker_that_starts_shows_what_it_is_about(tmp_path: Path) -> None:
+    workers = [running(tmp_path / "a"), running(tmp_path / "b")]
+    (workers[0].folder / "console.txt").write_text("run demo: ...\ntokenizing stdlib: 256 of 999 documents\n")
+    (workers[1].folder / "console.txt").touch()
+    readers = [MetricsReader(worker.folder / "metrics.jsonl") for worker in workers]
+    assert _starting(workers, readers) == "a: tokenizing stdlib: 256 of 999 documents"

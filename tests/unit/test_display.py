@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import sys
@@ -48,3 +49,11 @@ def test_the_line_says_the_round_that_is_trained_in_and_the_step_on_any_terminal
 def test_a_worker_that_is_behind_does_not_say_who_takes_part() -> None:
     assert "2 of 3 workers" in round_line(round_event("retry"), live=3, reason="b: gone")
     assert "workers" not in round_line(round_event("resync"), live=1, reason="the swarm is at round 35")
+
+
+def test_where_nothing_was_sent_no_rate_is_shown() -> None:
+    alone = dataclasses.replace(round_event(), sent_bytes=0, received_bytes=0, allreduce_s=0.001)
+    assert "all-reduce 0.0 s | commit" in round_line(alone, live=1, reason="")
+    assert re.search(
+        r"all-reduce \S+ s \(\S+ MB int8, \S+ Mbit/s\) \| commit", round_line(round_event(), live=3, reason="")
+    )

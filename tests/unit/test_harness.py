@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opendiloco.config import ComputeConfig
-from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.errors import OpendilocoError, SettingsError, pip_install
 from opendiloco.harness import result_lines, run_tasks
 
 COMPUTE = ComputeConfig(device="cpu")
@@ -86,7 +86,7 @@ def test_a_missing_package_is_one_line_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(SettingsError) as caught:
         run_tasks(model_dir, "mine", task_dir=None, compute=COMPUTE)
-    assert str(caught.value) == '--tasks needs the package lm_eval: pip install "lm-eval[hf]"'
+    assert str(caught.value) == f"--tasks needs the package lm_eval: {pip_install('lm-eval[hf]')}"
 
 
 def test_what_cannot_be_evaluated_is_one_line(model_dir: Path, harness: Any, tmp_path: Path) -> None:

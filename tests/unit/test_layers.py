@@ -10,7 +10,7 @@ import opendiloco
 LAYERS = """
 errors section config settings options flat codec ledger rounds evaluation facts card leases
 logs metrics scalars sinks trackers shared guard background leave addresses launcher identity outer phase moments
-roundlog checkpoint hub text tokenizer sequences mixture prefetch reader tokens
+roundlog checkpoint progress hub files text tokenizer sequences mixture prefetch reader tokens
 presets pretrained trained model generation separation loss compute lossscale optimizers inner precheck
 evaluate harness export ranks replica averager contribution
 membership tally agreement wire connect pace reducer allreduce lobby donor fetcher recovery heartbeat sight presence
@@ -34,6 +34,7 @@ NEEDS_NO_TORCH = {
     "scalars",
     "sinks",
     "guard",
+    "progress",
     "launcher",
     "identity",
     "cli",

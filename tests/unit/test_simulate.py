@@ -284,8 +284,10 @@ def test_a_worker_that_cannot_start_ends_the_others_and_its_reason_is_told(tmp_p
 
 
 def test_a_run_that_diverges_says_at_which_step_and_what_to_change(tmp_path: Path) -> None:
+    contract = contract_of()
+    too_fast = contract.inner.model_copy(update={"lr": 1e30})  # more than a contract takes: it diverges at once
     with pytest.raises(OpendilocoError, match=r"6 times .*: lower inner.lr"):
-        run(contract_of(inner_lr=1e30), tmp_path, NAMES[:1])
+        run(contract.model_copy(update={"inner": too_fast}), tmp_path, NAMES[:1])
 
 
 def test_a_simulated_worker_leaves_its_model_in_the_outer_parameters(tmp_path: Path) -> None:

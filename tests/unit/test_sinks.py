@@ -11,7 +11,7 @@ import pytest
 from support import sinking
 from support.sinking import JOIN, LONG_S, PEER, Clock, Hanging, Recorder, round_event, settings_with, step
 
-from opendiloco.errors import SettingsError
+from opendiloco.errors import SettingsError, pip_install
 from opendiloco.metrics import (
     EvalEvent,
     Event,
@@ -292,7 +292,7 @@ def test_a_package_that_is_missing_is_named_with_its_cure_before_anything_happen
     monkeypatch.undo()
     assert str(caught.value) == (
         f'log.sinks is ["jsonl", "{name}"] and the package {name} is not installed: '
-        f"pip install {name}, or leave {name} out"
+        f"{pip_install(name)}, or leave {name} out"
     )
     assert caught.value.exit_code == 64
     assert not (tmp_path / "out").exists()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from torch import nn
 
+from opendiloco import trainer
 from opendiloco.config import Contract, DataConfig, PeerConfig, RunConfig, SwarmConfig
 from opendiloco.errors import SettingsError
 from opendiloco.evaluate import validation_loss
@@ -67,7 +74,12 @@ def test_leaving_ends_a_validation_between_two_batches_and_the_model_trains_on()
             ("roundlog/round-3",),
             "was a worker's folder before, and the run starts from the beginning",
         ),
-        ("latest", (), "--resume latest: .* holds no checkpoint, this worker starts from the beginning"),
+        (
+            "latest",
+            ("roundlog/round-3",),
+            "--resume latest finds a checkpoint where checkpoint.every_rounds is above 0",
+        ),
+        ("latest", (), ""),
     ],
 )
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(
@@ -79,6 +91,109 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(
     warn_of_earlier_life(tmp_path, resume)
     assert len(caplog.messages) == bool(line)
     assert re.search(line, " ".join(caplog.messages))
+
+
+def test_a_service_that_always_resumes_begins_at_its_first_start_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    warn_of_earlier_life(tmp_path, "latest")
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.message == f"--resume latest: {tmp_path} holds no checkpoint yet, this worker starts at round 0"
+
+
+@pytest.fixture
+def before_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """Starts a worker that must not come as far as the network; gives the line it ends with."""
+
+    def swarm(*_: object, **__: object) -> None:
+        raise AssertionError("the network process is started")
+
+    monkeypatch.setattr(trainer, "Swarm", swarm)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / ".cache"))
+
+    def start(contract: Contract, *, out: Path = tmp_path / "out", resume: str | None = None) -> str:
+        with pytest.raises(SettingsError) as caught:
+            trainer.run_worker(Settings(contract, PeerConfig()), out, run_id=None, resume=resume, address_file=None)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("text:{tmp}/empty.txt", "has no text: name one that has some"),
+        ("text:{tmp}/spaces.txt", "has no text: name one that has some"),
+        ("text:{tmp}/nul.txt", "has no text: name one that has some"),
+        ("text:{tmp}/folder", "that folder has no text files"),
+        ("jsonl:{tmp}/folder", "that folder has no .jsonl or .json"),
+        ("jsonl:{tmp}/empty.txt", "has no text"),
+        ("jsonl:{tmp}/broken.jsonl", "broken.jsonl cannot be read: "),
+        ("jsonl:{tmp}/nul.jsonl", "nul.jsonl cannot be read: "),
+        ("jsonl:{tmp}/latin.jsonl", "latin.jsonl cannot be read: "),
+        ("jsonl:{tmp}/body.jsonl", "data.text_field is 'text', but .* has the fields body: set it to"),
+        ("jsonl:{tmp}/null.jsonl", "null.jsonl has no text"),
+        ("parquet:{tmp}/empty.txt", "has no text"),
+        ("parquet:{tmp}/empty.parquet", "empty.parquet has no text"),
+        ("parquet:{tmp}/broken.jsonl", "broken.jsonl cannot be read: "),
+        ("hf:{tmp}/set", "data.text_field is 'text', but .* has the fields body"),
+        ("hf:", "use stdlib, text:PATH"),
+        (" stdlib", "use stdlib, text:PATH"),
+        ("text:" + "x" * 5000, "cannot be read: .* name too long"),
+    ],
+)
+def test_text_that_is_none_is_told_before_the_network_is_joined(
+    source: str, line: str, tmp_path: Path, before_network: Callable[..., str]
+) -> None:
+    (tmp_path / "folder" / "below").mkdir(parents=True)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "spaces.txt").write_text(" \n" * 99)
+    (tmp_path / "nul.txt").write_bytes(b"text\0")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{broken\n')
+    (tmp_path / "nul.jsonl").write_bytes(b'{"text": "a"}\n\0\0\0\n')
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "caf\xe9"}\n'.encode("latin-1"))
+    (tmp_path / "body.jsonl").write_text('{"body": "a"}\n')
+    (tmp_path / "null.jsonl").write_text('{"text": null}\n' * 3)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.jsonl").write_text('{"body": "a"}\n')
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "empty.parquet"
+    )
+    contract = Contract(data=DataConfig(source=source.format(tmp=tmp_path)))
+    assert re.search(line, before_network(contract))
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_may_not_be_read_are_told_before_the_network_is_joined(
+    tmp_path: Path, before_network: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+
+    def refuse(path: Path | str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
+    for place in (f"{tmp_path}/a.txt", str(tmp_path)):
+        line = before_network(Contract(data=DataConfig(source=f"text:{place}")))
+        assert line == (
+            f"data.source text:{place} cannot be read: {place}: Permission denied: correct the path, or let this user "
+            "read it"
+        )
+
+
+def test_work_of_another_run_and_a_missing_checkpoint_are_told_before_the_network_is_joined(
+    tmp_path: Path, before_network: Callable[..., str]
+) -> None:
+    (tmp_path / "roundlog").mkdir()
+    (tmp_path / "roundlog" / "round-3").write_text("")
+    write_toml(tmp_path / "run.toml", Contract(run=RunConfig(id="other")))
+    assert "is the folder of a worker of run other" in before_network(Contract(), out=tmp_path)
+    missing = tmp_path / "checkpoints" / "round-000003"
+    assert f"--resume {missing}: {missing} is no checkpoint: " in before_network(Contract(), resume=str(missing))
 
 
 def test_a_folder_with_the_work_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:

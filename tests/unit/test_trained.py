@@ -298,7 +298,9 @@ def test_adapters_without_peft_are_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         return real(name, *rest, **others)
 
     monkeypatch.setattr(builtins, "__import__", without_peft)
-    with pytest.raises(SettingsError, match=r"^model.lora_rank is 2, which needs peft: pip install peft, or set"):
+    with pytest.raises(
+        SettingsError, match=r"^model.lora_rank is 2, which needs peft: \S+/bin/pip install peft, or set"
+    ):
         build(lora_rank=2)
 
 
