@@ -6,19 +6,51 @@ import contextlib
 import os
 from pathlib import Path
 
+from opendiloco.errors import SettingsError
+
+
+def check_address_file(path: Path | None) -> None:
+    """Raise SettingsError where such a file cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(None, f"{path.parent} is not writable")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
 
 def forget_addresses(path: Path | None) -> None:
     """Remove the file of an earlier start: others wait for the new one."""
-    if path is not None:
+    if path is None:
+        return
+    try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from None
 
 
 def write_addresses(path: Path | None, addresses: list[str]) -> None:
     """Write addresses one a line, complete or not at all; others wait for this file."""
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("".join(f"{address}\n" for address in addresses))
-    beside.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text("".join(f"{address}\n" for address in addresses))
+        beside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> SettingsError:
+    return SettingsError(
+        f"the file for this peer's addresses, {path}, cannot be written ({error.strerror}): name another one "
+        "(--address-file, --out)"
+    )

@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from opendiloco.addresses import forget_addresses, write_addresses
+from opendiloco.addresses import check_address_file, forget_addresses, write_addresses
 from opendiloco.config import SwarmConfig
 from opendiloco.leave import ends_in_order
 from opendiloco.swarm import Swarm
@@ -19,6 +19,7 @@ def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path |
     Args:
         folder: keeps the peer's key, and so its address, for the next start; None: see `Swarm`.
     """
+    check_address_file(address_file)
     stop = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

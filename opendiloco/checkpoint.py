@@ -117,8 +117,8 @@ class CheckpointWriter:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in a folder, oldest round first."""
-    found = [path for path in folder.glob("round-*") if _NAME.fullmatch(path.name) and (path / _META).is_file()]
+    """Checkpoints in a folder, oldest round first: complete ones, unless somebody has damaged them since."""
+    found = [path for path in folder.glob("round-*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_round)
 
 
@@ -152,9 +152,14 @@ def load_checkpoint(resume: str, out: Path, *, contract: str, option: str = "--r
 def check_resume(resume: str, *, option: str = "--resume") -> None:
     """Raise SettingsError, without reading it, where `option` names a folder that is no checkpoint."""
     path = Path(resume)
-    if resume == "latest" or (path / _META).is_file():
-        return
-    there = ", ".join(found.name for found in checkpoints(path.parent)) or "none"
+    try:
+        if resume == "latest" or (path / _META).is_file():
+            return
+        there = ", ".join(found.name for found in checkpoints(path.parent)) or "none"
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise SettingsError(
+            f"{option} {resume[:200]}: {error.strerror}: name a folder checkpoints/round-NNNNNN"
+        ) from None
     raise SettingsError(
         f"{option} {resume}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN "
         f"(in {path.parent}: {there})"

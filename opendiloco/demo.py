@@ -144,11 +144,15 @@ def _watch(
     """Show progress until all workers have ended; SwarmError when none is left, or one is lost before round 1."""
     shown: list[dict[str, Any]] = []
     lost: set[str] = set()
+    have_joined = False
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             running = [worker for worker in workers if worker.is_running]
             for reader in readers:
                 reader.read()
+            if not have_joined and all(_of(reader.events, "join") for reader in readers):
+                have_joined = True
+                console.print(f"all {len(workers)} workers have joined and train", highlight=False)
             narrator = next((index for index, worker in enumerate(workers) if not worker.is_lost), 0)
             alive = {_peer(reader) for worker, reader in zip(workers, readers, strict=True) if worker.is_running}
             for event in _unseen(readers[narrator].events, shown):

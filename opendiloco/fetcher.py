@@ -94,7 +94,7 @@ class Fetcher:
         Raises:
             WireError: the donor failed; the chunk taken last is not there.
         """
-        stream = await self._connect(donor)
+        stream, counted = await self._connect(donor), 0
         try:
             while (chunk := take()) is not None:
                 ask = Ask(what="chunk", start=chunk.start, stop=chunk.stop)
@@ -108,9 +108,11 @@ class Fetcher:
                     raise WireError("sent a malformed header") from None
                 await self._receive_chunk(chunk, stream)
                 self.used.add(donor)
+                self.received_bytes += stream.received_bytes - counted
+                counted = stream.received_bytes
                 yield chunk, header
         finally:
-            self.received_bytes += stream.received_bytes
+            self.received_bytes += stream.received_bytes - counted
             stream.close()
 
     async def _receive_chunk(self, chunk: slice, stream: Stream) -> None:

@@ -48,7 +48,9 @@ def source_files(data: DataConfig, place: str, *, suffixes: tuple[str, ...]) -> 
             files = [f for f in inside if f.is_file() and (not suffixes or f.name.endswith(suffixes))]
             if not files:
                 kinds = " or ".join(suffixes) or "text"
-                raise SettingsError(f"data.source is {data.source}, but that folder has no {kinds} files")
+                raise SettingsError(
+                    f"data.source is {data.source}, but that folder has no {kinds} files: name one that has"
+                )
             return sorted(files)
         files = [f for f in map(Path, glob.glob(str(path), recursive=True)) if f.is_file()]
     if not files:

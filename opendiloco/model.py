@@ -104,7 +104,9 @@ def _untrained(config: ModelConfig, *, vocab_size: int, seq_len: int) -> PreTrai
 def _config_of(name: str) -> Any:
     """The configuration of an `hf:` model."""
     if not name.startswith("hf:"):
-        raise SettingsError(f"model.name is {name!r}: use {', '.join(PRESETS)} or hf:NAME_OR_PATH")
+        presets = f"{', '.join(PRESETS)} or hf:NAME_OR_PATH"
+        cure = f"write hf:{name}" if Path(name).is_dir() else f"use {presets}"
+        raise SettingsError(f"model.name is {name!r}: {cure}")
     return find_config(f"model.name is {name}", name.removeprefix("hf:"))
 
 

@@ -224,7 +224,7 @@ class PeerProcess:
 
     async def awaited(self) -> str:
         """Whom this peer's round waits for, in words."""
-        return self._presence.awaited()
+        return self._recoverer.progress or self._presence.awaited()
 
     async def committed(self, position: Position) -> None:
         """The trainer has applied a round: from here on this peer stands there. The hash follows later."""

@@ -32,8 +32,11 @@ def check_texts(data: DataConfig) -> None:
     """Find out what the beginning of each source shows; first, without reading anything, whether all are there.
 
     Raises:
-        SettingsError: no such source, no text in it or none in data.text_field, a broken file.
+        SettingsError: no such source, no text in it or none in data.text_field, too little of it, a broken file.
     """
     check_sources(data)
     for source in split_sources(data)[0]:
-        check_text(source)
+        if check_text(source):
+            from opendiloco.tokens import check_length  # seconds of importing
+
+            check_length(source, load_tokenizer(data.tokenizer))

@@ -278,6 +278,8 @@ class Presence:
     def awaited(self) -> str:
         """Whom this worker's round waits for, in words."""
         present, wanted = len(self.outlook().candidates), self.contract.rounds.start_peers
+        if not self.has_started and (ahead := self.ahead()):
+            return ahead
         if not self.has_started and (reached := self.lost_round()):
             return f"none of the workers that had reached round {reached} is there any more"
         if not self.has_started and present < wanted:

@@ -83,6 +83,17 @@ class Recoverer:
         self._numel = self._average.numel()
         self._new_fetcher = partial(Fetcher, connect, codec, self._average, [*self._vectors, *self._inner])
         self._fetcher = self._new_fetcher()
+        self._way: tuple[Position, int] | None = None
+
+    @property
+    def progress(self) -> str:
+        """How far a catching up is, in words; empty where none is going on."""
+        if self._way is None:
+            return ""
+        position, goal = self._way
+        here = f"of round {position.round}" if position.lineage else "of no use"
+        received = f"{self._fetcher.received_bytes / 1e6:.1f} MB have been fetched"
+        return f"this worker catches up: the swarm is at round {goal}, its own state is {here}, {received}"
 
     async def catch_up(self, start: Position, holders: Sequence[str] = ()) -> Recovery:
         """Move the state from `start` to the head; returns where that is and what it took.
@@ -97,6 +108,13 @@ class Recoverer:
         self._replayed, self._full_state = 0, False
         self._given_up, self._has_own_work = 0, False
         self._start = start
+        try:
+            return await self._catch_up(holders)
+        finally:
+            self._way = None
+
+    async def _catch_up(self, holders: Sequence[str]) -> Recovery:
+        start = self._start
         position, reasons = start, list[str]()
         if holders:
             position = await self._replay_one(start, holders) or start
@@ -125,6 +143,7 @@ class Recoverer:
     async def _approach(self, position: Position) -> Position:
         """Replay or fetch until nobody is ahead."""
         while (goal := await self._find_goal(position)) is not None:
+            self._way = position, goal.position.round
             following = None
             if position.lineage and self._is_replay_cheaper(goal.position.round - position.round):
                 following = await self._replay_one(position, goal.donors)

@@ -62,6 +62,8 @@ def build_replica(
         model, contract.inner, compute, trained=ranks.wrap(model), together=ranks.together, end_id=end_id
     )
     if compute.compile:  # takes minutes, for which nobody shall wait in a round
+        if ranks.is_first:
+            logger.info("compiling the model (compute.compile), which takes some minutes")
         run(lambda: steps.compile(seq_len), leaving, name="compiling")
     return Replica(model, inner, steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
@@ -122,6 +123,8 @@ def write_toml(path: Path, config: Contract | PeerConfig) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise SettingsError(f"cannot write {path}: {error.strerror}: choose another --out") from None
 
 

@@ -33,6 +33,7 @@ MEMORY_BYTES = 2 * 1024**3
 """Size of the largest text: source; larger ones belong into jsonl or parquet, which are streamed."""
 
 _PARQUET_ROWS = 1_024  # read at once; left to the library, a file without rows is an error
+MAX_TOKEN_CHARS = 32  # on average, of any tokenizer
 _SCHEMES = "stdlib, text:PATH, jsonl:PATH, parquet:PATH or hf:NAME[/CONFIG]"
 
 
@@ -121,17 +122,24 @@ def check_source(data: DataConfig) -> None:
         source_files(data, place, suffixes=SUFFIXES.get(scheme, ()))
 
 
-def check_text(data: DataConfig) -> None:
-    """Read a source's beginning, up to its first text. Not a source on the hub, which may take its time to answer.
+def check_text(data: DataConfig) -> bool:
+    """Read a source's beginning; whether it may be too short: it ends before two sequences of the longest tokens.
+
+    Not a source on the hub, which may take its time to answer.
 
     Raises:
         SettingsError: as `read_source`, where the beginning shows it.
     """
     if is_on_hub(data) and not Path(str(data.source).removeprefix("hf:")).expanduser().is_dir():
-        return
-    source = _open(data, lambda: False)
-    if next(_pieces(source) if isinstance(source, StreamedText) else source, None) is None:
+        return False
+    source, chars = _open(data, lambda: False), 0
+    for piece in _pieces(source) if isinstance(source, StreamedText) else source:
+        chars += len(piece)
+        if chars > 2 * MAX_TOKEN_CHARS * data.seq_len:
+            return False
+    if not chars:
         raise _no_text(data)
+    return True
 
 
 def is_on_hub(data: DataConfig) -> bool:
@@ -177,7 +185,9 @@ def _open(data: DataConfig, leaving: Callable[[], bool]) -> Iterator[str] | Stre
 
 
 def _no_text(data: DataConfig) -> SettingsError:
-    return SettingsError(f"data.source {data.source} has no text: name one that has some")
+    return SettingsError(
+        f"data.source {data.source} has no text: name one that has some (files with NUL bytes in them have none)"
+    )
 
 
 def _in_memory(pieces: Iterable[str], data: DataConfig) -> MemoryText:
@@ -274,7 +284,8 @@ def _row_texts(dataset: Any, data: DataConfig, *, file: str, skipped: int) -> It
             if is_on_hub(data) and (reason := explanation(error)) is not None:
                 raise SettingsError(f"data.source is {data.source}, but at {file} {reason}") from error
             raise UnreadableText(
-                f"data.source {data.source} cannot be read: {file}, after row {number}: {_first_line(error)}"
+                f"data.source {data.source} cannot be read: {file}, after {number} rows: {_first_line(error)}: correct "
+                "the file, or leave it out"
             ) from error
         if data.text_field not in row:
             raise SettingsError(

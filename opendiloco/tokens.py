@@ -214,6 +214,12 @@ def _held_out(data: DataConfig, tokenizer: Tokenizer, leaving: Callable[[], bool
     return torch.from_numpy(tokens[: count * data.seq_len].astype(np.int64)).view(count, data.seq_len)
 
 
+def check_length(data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Raise SettingsError where a small source is too short for a training and a held-out sequence."""
+    if isinstance(source := read_source(data), MemoryText):
+        _split(source, data, tokenizer)
+
+
 def _split(text: MemoryText, data: DataConfig, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
     """Training and held-out documents; each part has at least one sequence.
 

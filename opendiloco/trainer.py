@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opendiloco.addresses import forget_addresses, write_addresses
+from opendiloco.addresses import check_address_file, forget_addresses, write_addresses
 from opendiloco.checkpoint import CheckpointWriter, check_resume, checkpoints, load_checkpoint
 from opendiloco.config import Contract
 from opendiloco.display import Display
@@ -43,7 +43,10 @@ def run_worker(
             from opendiloco.replica import assist
 
             return assist(ranks)
+        logger.info("a worker starts, in %s", out)
         check_before_network(settings, out, ranks, resume)
+        for file in (out / "addresses", address_file):
+            check_address_file(file)
     leaving = LeaveRequest()
     with (
         ends_in_order(leaving),  # before the first inner step
@@ -116,10 +119,13 @@ def check_before_network(settings: Settings, out: Path, ranks: Ranks, resume: st
 
 
 def check_folder(out: Path) -> None:
-    """Raise SettingsError where a worker's folder holds a file in the place of one of its own folders."""
+    """Raise SettingsError where a worker's folder holds a file in the place of one of its own folders, or a folder."""
     for name in ("checkpoints", "model", "roundlog"):
         if (out / name).exists() and not (out / name).is_dir():
             raise SettingsError(f"--out {out} holds a file named {name}: move it, or name another folder")
+    for name in ("run.toml", "peer.toml", "metrics.jsonl", "log.txt"):
+        if (out / name).is_dir():
+            raise SettingsError(f"--out {out} holds a folder named {name}: move it, or name another folder")
 
 
 def check_owner(out: Path, contract: Contract) -> None:
@@ -168,6 +174,19 @@ def warn_of_earlier_life(out: Path, resume: str | None) -> None:
     )
 
 
+def warn_of_long_warmup(contract: Contract) -> None:
+    """Where a run is so short that little of it has the learning rate that was asked for."""
+    steps = contract.run.rounds * contract.inner.steps
+    if 2 * contract.inner.warmup_steps > steps:
+        logger.warning(
+            "inner.warmup_steps is %d, and the whole run has %d inner steps (run.rounds times inner.steps): set "
+            "inner.warmup_steps to %d or less, or little of it has the learning rate inner.lr",
+            contract.inner.warmup_steps,
+            steps,
+            steps // 10,
+        )
+
+
 def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> tuple[Settings, bool]:
     """Settings with the contract that this worker trains under: the swarm's, where it has one; and whether it has none.
 
@@ -177,6 +196,8 @@ def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> t
     """
     limit_s = settings.peer.swarm.startup_timeout_s
     brings_contract = settings.has_run_file or not settings.peer.swarm.peers
+    if run_id is None and "run.id" in settings.explicit:
+        run_id = settings.contract.run.id
     wanted = settings.contract.run.id if brings_contract else run_id
     theirs = swarm.find_contract(wanted, wait_s=0.0, with_workers=not brings_contract)
     if theirs is None and not brings_contract:
@@ -189,6 +210,7 @@ def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> t
         logger.info(
             "run %s: contract %s, brought by this worker", settings.contract.run.id, settings.contract.digest[:12]
         )
+        warn_of_long_warmup(settings.contract)
         return settings, True
     runs = swarm.runs()
     named = f"run {run_id}" if run_id else "any run"

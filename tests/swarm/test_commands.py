@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 WRONG_SETTINGS, NO_SWARM = 64, 75
 NOBODY = "12D3KooWPVkYcj4DJaNsg92hMm1yLkBYbwtSipMDBsCuGbFShCXa"
 
-PROGRESS = ("joined a swarm", "started a swarm", "run ", "waiting up to ")  # what it says before
+PROGRESS = (
+    "a worker starts, in ",
+    "joined a swarm",
+    "started a swarm",
+    "run ",
+    "waiting up to ",
+)  # what it says before
 
 Fail = Callable[..., str]
 

@@ -202,6 +202,8 @@ def test_chunks_wait_for_the_end_of_an_all_reduce_and_the_joiner_for_them(networ
         with pytest.raises(NotDone):
             recovering.result(3.0)  # three times as long as silence may be
         assert not newcomer.vectors["theta"].any()
+        line = "this worker catches up: the swarm is at round 10, its own state is of round 0, 0.0 MB have been fetched"
+        assert newcomer.awaited() == line
     recovery = recovering.result(30)
     assert recovery.full_state
     check_identical(newcomer, workers[0], recovery)

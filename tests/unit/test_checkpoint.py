@@ -224,13 +224,14 @@ def test_other_folders_beside_the_checkpoints_are_none_of_them(tmp_path: Path) -
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["round-000001"]
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_half_a_checkpoint_is_passed_over_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "checkpoints", 1)
     write(tmp_path / "checkpoints", 2)
     (tmp_path / "checkpoints" / "round-000002" / "meta.json").unlink()
     found = load_checkpoint("latest", tmp_path, contract="cd" * 32)
     assert found is not None
     assert found.position.round == 1
+    assert "round-000002 is damaged" in caplog.text
 
 
 def test_no_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
@@ -247,3 +248,5 @@ def test_what_is_no_checkpoint_of_this_run_is_refused_with_the_cure(tmp_path: Pa
         load_checkpoint(str(path), tmp_path, contract="cd" * 32)
     with pytest.raises(SettingsError, match="is no checkpoint"):
         load_checkpoint(str(tmp_path / "nowhere"), tmp_path, contract="cd" * 32)
+    with pytest.raises(SettingsError, match=r"File name too long: name a folder checkpoints/round-NNNNNN"):
+        load_checkpoint("x" * 5000, tmp_path, contract="cd" * 32)

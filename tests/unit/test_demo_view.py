@@ -111,7 +111,7 @@ def test_the_line_of_a_round_waits_a_little_for_the_losses_of_the_others(
 
     monkeypatch.setattr(demo, "time", SimpleNamespace(time=lambda: now_s, sleep=sleep))
     _watch(workers, [MetricsReader(worker.folder / "metrics.jsonl") for worker in workers], 8, 40, console)
-    assert lines_at[10.5] == ""
+    assert lines_at[10.5] == "all 2 workers have joined and train\n"
     assert f"loss {loss} | " in lines_at[10.0 + min(tells_after_s, demo.TELL_LIMIT_S)]
     assert output.getvalue().count("round 1") == 1
 

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from opendiloco.compute import CompiledLoss
-from opendiloco.config import ComputeConfig, InnerConfig, ModelConfig
+from opendiloco.config import ComputeConfig, Contract, InnerConfig, ModelConfig
 from opendiloco.errors import SettingsError
 from opendiloco.inner import InnerStepResult, InnerSteps, learning_rate
 from opendiloco.loss import causal_lm_loss
@@ -24,6 +24,7 @@ from opendiloco.lossscale import GROWTH_STEPS, START, LossScale
 from opendiloco.model import build_model
 from opendiloco.optimizers import make_inner_optimizer
 from opendiloco.ranks import Ranks
+from opendiloco.replica import build_replica
 
 VOCAB = 64
 
@@ -424,6 +425,15 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch, "compile", compile)
     return log
+
+
+def test_a_worker_says_that_it_compiles(compiler: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    contract = Contract.model_validate({"data": {"seq_len": 16}, "inner": {"batch_size": 1}})
+    compute = ComputeConfig(device="cpu", compile=True)
+    build_replica(contract, compute, vocab_size=300, end_id=None, ranks=Ranks())
+    assert compiler == ["pass of 1"]
+    assert caplog.messages == ["compiling the model (compute.compile), which takes some minutes"]
 
 
 def test_the_compiled_pass_is_the_one_used_and_is_compiled_before_the_first_step(

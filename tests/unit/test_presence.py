@@ -137,3 +137,10 @@ def test_a_worker_whose_trainer_stops_is_not_waited_for_until_it_trains_again(
         assert set(worker.outlook().candidates) == {"a"}
 
     asyncio.run(run())
+
+
+def test_a_worker_that_must_catch_up_first_says_so_and_not_that_it_waits_for_a_first_round() -> None:
+    membership = SlowMembership()
+    worker = presence(membership)
+    membership.view = {"b": other(worker, round=9, hashed_round=9, lineage="e" * 64, committed_tokens=90)}
+    assert worker.awaited() == "the swarm is at round 9 (eeeeee), this worker at 3 (cccccc)"

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,8 @@ import torch
 from torch import nn
 
 from opendiloco import trainer
-from opendiloco.config import Contract, DataConfig, PeerConfig, RunConfig, SwarmConfig
+from opendiloco.addresses import check_address_file, write_addresses
+from opendiloco.config import Contract, DataConfig, InnerConfig, PeerConfig, RunConfig, SwarmConfig
 from opendiloco.errors import SettingsError
 from opendiloco.evaluate import validation_loss
 from opendiloco.leave import Leave
@@ -28,7 +30,13 @@ from opendiloco.metrics import MetricsLog
 from opendiloco.ranks import Ranks
 from opendiloco.settings import Settings, write_toml
 from opendiloco.text import check_source
-from opendiloco.trainer import agree_on_contract, check_folder, check_owner, warn_of_earlier_life
+from opendiloco.trainer import (
+    agree_on_contract,
+    check_folder,
+    check_owner,
+    warn_of_earlier_life,
+    warn_of_long_warmup,
+)
 from opendiloco.worker import Worker
 
 
@@ -38,6 +46,44 @@ def test_a_file_in_the_place_of_a_folder_is_named_before_training(tmp_path: Path
     (tmp_path / name).write_text("mine")
     with pytest.raises(SettingsError, match=f"holds a file named {name}: move it"):
         check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["run.toml", "peer.toml", "metrics.jsonl", "log.txt"])
+def test_a_folder_in_the_place_of_a_file_is_named_before_training(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(SettingsError, match=f"holds a folder named {name}: move it"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("folder", "it is a folder"), ("file/below", "File exists"), ("x" * 300, "File name too long")]
+)
+def test_addresses_that_cannot_be_written_are_told_at_once_and_leave_nothing(
+    tmp_path: Path, path: str, reason: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    for attempt in (check_address_file, partial(write_addresses, addresses=["a"])):
+        with pytest.raises(SettingsError, match="name another one") as caught:
+            attempt(tmp_path / path)
+        assert re.search(f"{reason}|Is a directory|Not a directory", str(caught.value))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_settings_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").mkdir()
+    with pytest.raises(SettingsError, match="choose another --out"):
+        write_toml(tmp_path / "run.toml", Contract())
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_run_whose_warm_up_takes_most_of_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    steps = InnerConfig(steps=10, warmup_steps=20)
+    warn_of_long_warmup(Contract(run=RunConfig(rounds=4), inner=steps))
+    assert not caplog.messages
+    warn_of_long_warmup(Contract(run=RunConfig(rounds=3), inner=steps))
+    assert "is 20, and the whole run has 30 inner steps" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -143,6 +189,8 @@ def before_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[
         ("hf:", "use stdlib, text:PATH"),
         (" stdlib", "use stdlib, text:PATH"),
         ("text:" + "x" * 5000, "cannot be read: .* name too long"),
+        ("text:{tmp}/short.txt", "has only 12 tokens in 1 documents, too few"),
+        ("jsonl:{tmp}/short.jsonl", "has only 12 tokens in 1 documents, too few"),
     ],
 )
 def test_text_that_is_none_is_told_before_the_network_is_joined(
@@ -150,6 +198,8 @@ def test_text_that_is_none_is_told_before_the_network_is_joined(
 ) -> None:
     (tmp_path / "folder" / "below").mkdir(parents=True)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("hello world")
+    (tmp_path / "short.jsonl").write_text('{"text": "hello world"}\n')
     (tmp_path / "spaces.txt").write_text(" \n" * 99)
     (tmp_path / "nul.txt").write_bytes(b"text\0")
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{broken\n')
@@ -229,6 +279,22 @@ def test_joiner_says_how_long_it_waits_for_which_run_before_it_waits(
     found, has_brought_contract = agree_on_contract(Settings(Contract(), peer), swarm, run_id)
     assert (found.contract, has_brought_contract) == (theirs, False)
     assert heard == [[f"waiting up to 7.5 s for a worker of run {named}"]]
+
+
+@pytest.mark.parametrize(("run_id", "named"), [(None, "mine"), ("theirs", "theirs")])
+def test_a_run_id_among_the_settings_names_the_run_to_join(run_id: str | None, named: str) -> None:
+    asked = list[str | None]()
+
+    def find_contract(run_id: str | None, **_: object) -> Contract:
+        asked.append(run_id)
+        return Contract(run=RunConfig(id=named))
+
+    address = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
+    peer = PeerConfig(swarm=SwarmConfig(peers=(address,)))
+    explicit = frozenset({"run.id"}) if run_id is None else frozenset()
+    mine = Settings(Contract(run=RunConfig(id="mine")), peer, explicit)
+    agree_on_contract(mine, cast(Any, SimpleNamespace(find_contract=find_contract)), run_id)
+    assert asked == [named]
 
 
 def test_who_brings_a_contract_compares_it_also_with_that_of_a_run_without_workers() -> None:
