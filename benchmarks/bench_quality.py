@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch.sh bench quality", description=__doc__)
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="(default 3)")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="cells at a time, a core each (default 2)")
-    parser.add_argument("--only", action="append", choices=sorted(GROUPS), metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--steps", type=int, metavar="N", help=f"inner steps of a run (default {Size.steps})")
     parser.add_argument("--show", action="store_true", help="measure nothing, print what is there")
     options = parse_options(parser, "quality", argv, quick={"seeds": 1, "only": list(QUICK_GROUPS), "steps": 8})
