@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from opendiloco.averager import contribution_bytes, vector_sizes
 from opendiloco.codec import CODECS, get_codec
 from opendiloco.config import ComputeConfig, Contract, EvaluationConfig, ModelConfig, OuterConfig
-from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.ledger import Reading
 from opendiloco.metrics import read_metrics
 from opendiloco.model import build_model
@@ -351,6 +351,13 @@ def test_a_worker_that_waits_for_its_turn_ends_with_those_that_fail(tmp_path: Pa
     plan = Plan(is_there=lambda name, round: (name == NAMES[0]) == (round == 1))
     with pytest.raises(OpendilocoError, match=r"6 times .*: lower inner.lr"):
         simulate(contract_of(inner_lr=1e30), COMPUTE, NAMES[:2], tmp_path, plan=plan)
+
+
+def test_nobody_waits_for_the_outer_state_of_a_group_that_has_failed() -> None:
+    group = SimulatedGroup(NAMES, get_codec("none"))
+    waiting = group.donor(1)
+    group.abort()
+    assert [isinstance(donor.exception(), SwarmError) for donor in (waiting, group.donor(2))] == [True, True]
 
 
 def test_a_plan_says_from_when_to_when_a_worker_stays() -> None:
