@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -155,7 +154,11 @@ def contract_of(cell: Cell, size: Size, seed: int, *, model: dict[str, str], rou
             "batch_size": size.batch_size * cell.batch_factor,
             "steps": cell.inner_steps_of(size),
         },
-        "outer": {"codec": "none", **({"optimizer": "sgd", "lr": 1.0} if cell.is_plain else {})},
+        "outer": {
+            "codec": "none",
+            **({"optimizer": "sgd", "lr": 1.0} if cell.is_plain else {"lr": size.outer_lr}),
+            "momentum": size.outer_momentum,
+        },
         "evaluation": {"every_rounds": max(1, rounds // size.evaluations), "by": "one"},
     }
     for name, value in cell.settings.items():
@@ -210,11 +213,6 @@ def documents(places: tuple[str, ...]) -> Iterator[str]:
                     document = ""
             if document:
                 yield document
-
-
-def settings_of(size: Size) -> dict[str, Any]:
-    """What a result depends on besides the cell and the seed."""
-    return asdict(size)
 
 
 if __name__ == "__main__":
