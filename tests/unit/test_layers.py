@@ -16,7 +16,7 @@ evaluate harness export ranks replica averager contribution
 membership tally agreement wire connect pace reducer allreduce lobby donor fetcher recovery heartbeat sight presence
 rendezvous groups participation channel network swarm
 bootstrap report schedule loop standing diloco callback display evaluator worker
-trainer simulate processes demo cli __main__ __init__
+trainer plan simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}
 NEEDS_NO_TORCH = {

@@ -19,11 +19,12 @@ from transformers import LlamaConfig
 
 from opendiloco.averager import contribution_bytes, vector_sizes
 from opendiloco.codec import CODECS, get_codec
-from opendiloco.config import ComputeConfig, Contract, ModelConfig, OuterConfig
-from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.config import ComputeConfig, Contract, EvaluationConfig, ModelConfig, OuterConfig
+from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.ledger import Reading
 from opendiloco.metrics import read_metrics
 from opendiloco.model import build_model
+from opendiloco.plan import EVERYBODY, Plan
 from opendiloco.rounds import RoundRequest, leader_order
 from opendiloco.simulate import SimulatedGroup, simulate
 from opendiloco.tokenizer import load_tokenizer
@@ -44,6 +45,16 @@ def contract_of(*, rounds: int = 3, steps: int = 3, inner_lr: float = 1e-3, **ou
             "outer": {"codec": "none", **outer},
         }
     )
+
+
+def replicas_of(out: Path, names: Sequence[str]) -> dict[int, set[str]]:
+    """Hashes that workers had after each round."""
+    found: dict[int, set[str]] = {}
+    for name in names:
+        for line in events(out, name, "round"):
+            if line["verdict"] == "commit":
+                found.setdefault(line["round"], set()).add(line["params_hash"])
+    return found
 
 
 def run(contract: Contract, out: Path, names: Sequence[str] = NAMES) -> list[Worker]:
@@ -82,8 +93,13 @@ def batches_of(contract: Contract, name: str, names: Sequence[str]) -> Iterator[
     )
 
 
-def plain_diloco(contract: Contract, names: Sequence[str]) -> tuple[Tensor, Tensor, list[float]]:
-    """DiLoCo, Algorithm 1, arXiv:2311.08105, on torch's own optimizers: theta, momentum and losses of all steps."""
+def plain_diloco(
+    contract: Contract, names: Sequence[str], plan: Plan = EVERYBODY
+) -> tuple[Tensor, Tensor, list[float]]:
+    """DiLoCo, Algorithm 1, arXiv:2311.08105, on torch's own optimizers: theta, momentum and losses of all steps.
+
+    A worker whose pseudo-gradient is lost goes on from the new theta with it on top.
+    """
     inner, outer, total = contract.inner, contract.outer, contract.run.rounds * contract.inner.steps
     theta = [parameter.detach().clone() for parameter in initial_model(contract).parameters()]
     outer_optimizer = torch.optim.SGD(theta, lr=outer.lr, momentum=outer.momentum, nesterov=True)
@@ -115,13 +131,18 @@ def plain_diloco(contract: Contract, names: Sequence[str]) -> tuple[Tensor, Tens
             optimizer.step()
             losses.append(loss.item())
         if (step + 1) % inner.steps == 0:
+            gradients = [
+                [anchor - own.detach() for anchor, own in zip(theta, model.parameters(), strict=True)]
+                for model in models
+            ]
+            lost = [plan.is_lost(name, (step + 1) // inner.steps) for name in names]
             for index, anchor in enumerate(theta):
-                replicas = [list(model.parameters())[index].detach() for model in models]
-                anchor.grad = torch.stack([anchor - replica for replica in replicas]).mean(0)
+                came = [gradient[index] for gradient, is_lost in zip(gradients, lost, strict=True) if not is_lost]
+                anchor.grad = torch.stack(came).mean(0)
             outer_optimizer.step()
-            for model in models:
-                for parameter, anchor in zip(model.parameters(), theta, strict=True):
-                    parameter.data.copy_(anchor)
+            for model, gradient, is_lost in zip(models, gradients, lost, strict=True):
+                for parameter, anchor, late in zip(model.parameters(), theta, gradient, strict=True):
+                    parameter.data.copy_(anchor - late if is_lost else anchor)
     momentum = [outer_optimizer.state[anchor]["momentum_buffer"] for anchor in theta]
     return flat(theta), flat(momentum), losses
 
@@ -148,6 +169,20 @@ def test_codec_none_follows_a_plain_diloco_within_fp32_rounding(names: Sequence[
     logged = [[line["loss"] for line in events(tmp_path, name, "round")] for name in names]
     found = [sum(losses) / len(names) for losses in zip(*logged, strict=True)]
     assert found == pytest.approx(means, rel=1e-5)
+
+
+def test_what_comes_too_late_for_a_round_counts_in_the_next_one(tmp_path: Path) -> None:
+    contract = contract_of(rounds=3, steps=2)
+    plan = Plan(is_lost=lambda name, round: (name, round) in {(NAMES[0], 1), (NAMES[1], 2), (NAMES[2], 2)})
+    theta, momentum, _ = plain_diloco(contract, NAMES, plan)
+    workers = simulate(contract, COMPUTE, NAMES, tmp_path, plan=plan)
+    for worker in workers:
+        assert distance(worker.optimizer.outer.theta, theta, theta - initial_theta(contract)) < 5e-6
+        assert distance(worker.optimizer.outer.momentum, momentum, momentum) < 5e-6
+    rounds = {name: events(tmp_path, name, "round") for name in NAMES}
+    assert [line["verdict"] for line in rounds[NAMES[0]]] == ["resync", "commit", "commit"]
+    assert [line["participants"] for line in rounds[NAMES[0]][1:]] == [[NAMES[0]], list(NAMES)]
+    assert rounds[NAMES[1]][0]["participants"] == [NAMES[1], NAMES[2]]
 
 
 @pytest.mark.parametrize("change", [{"inner_lr": 1.01e-3}, {"momentum": 0.91}], ids=str)
@@ -275,6 +310,59 @@ def test_weighting_by_tokens_lists_the_tokens_of_the_round(tmp_path: Path) -> No
     line = events(tmp_path, NAMES[0], "round")[0]
     assert line["weights"] == dict.fromkeys(NAMES[:2], 2 * 2 * 16.0)
     assert line["swarm_tokens"] == 2 * line["tokens"] == 2 * 2 * 2 * 16
+
+
+def test_workers_that_come_and_go_as_planned_are_replicas_while_they_are_there(tmp_path: Path) -> None:
+    there = {NAMES[0]: {1, 2, 3, 4}, NAMES[1]: {1, 3, 4}, NAMES[2]: {3}}
+    plan = Plan(is_there=lambda name, round: round in there[name])
+    contract = contract_of(rounds=4, steps=1, optimizer="adam", lr=0.001)
+    workers = simulate(contract, COMPUTE, NAMES, tmp_path, plan=plan)
+    for round in range(1, 5):
+        expected = [name for name in NAMES if round in there[name]]
+        for name in expected:
+            lines = {line["round"]: line for line in events(tmp_path, name, "round")}
+            assert lines[round]["participants"] == expected
+            assert lines.keys() == there[name]
+    assert {len(hashes) for hashes in replicas_of(tmp_path, NAMES).values()} == {1}
+    joins = [(line["round"], line["source"]) for line in events(tmp_path, NAMES[1], "join")]
+    assert joins == [(0, "fresh"), (2, "swarm")]
+    assert [line["reason"] for line in events(tmp_path, NAMES[2], "leave")] == ["asked to leave"]
+    assert [worker.optimizer.round for worker in workers] == [4, 4, 3]
+
+
+def test_nobody_waits_for_the_part_of_an_evaluation_of_a_worker_that_leaves(tmp_path: Path) -> None:
+    contract = contract_of(rounds=2, steps=1)
+    contract = contract.model_copy(update={"evaluation": EvaluationConfig(by="shared")})
+    plan = Plan(is_there=lambda name, round: name != NAMES[2] or round == 1)
+    simulate(contract, COMPUTE, NAMES, tmp_path, plan=plan)
+    assert events(tmp_path, NAMES[0], "eval")[-1]["tokens"] == 4 * 15
+
+
+def test_workers_may_have_text_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text(Path(threading.__file__).read_text())
+    contract, sources = contract_of(rounds=1, steps=1), {NAMES[1]: f"text:{tmp_path / 'other.txt'}"}
+    simulate(contract, COMPUTE, NAMES[:2], tmp_path, sources=sources)
+    (first, second) = (events(tmp_path, name, "eval")[-1]["loss"] for name in NAMES[:2])
+    assert first != second  # of the same parameters
+    assert {len(hashes) for hashes in replicas_of(tmp_path, NAMES[:2]).values()} == {1}
+
+
+def test_a_worker_that_waits_for_its_turn_ends_with_those_that_fail(tmp_path: Path) -> None:
+    plan = Plan(is_there=lambda name, round: (name == NAMES[0]) == (round == 1))
+    with pytest.raises(OpendilocoError, match=r"6 times .*: lower inner.lr"):
+        simulate(contract_of(inner_lr=1e30), COMPUTE, NAMES[:2], tmp_path, plan=plan)
+
+
+def test_nobody_waits_for_the_outer_state_of_a_group_that_has_failed() -> None:
+    group = SimulatedGroup(NAMES, get_codec("none"))
+    waiting = group.donor(1)
+    group.abort()
+    assert [isinstance(donor.exception(), SwarmError) for donor in (waiting, group.donor(2))] == [True, True]
+
+
+def test_a_plan_says_from_when_to_when_a_worker_stays() -> None:
+    plan = Plan(is_there=lambda name, round: round % 4 != 0)
+    assert plan.stays("a", 6) == [range(1, 4), range(5, 7)]
 
 
 def test_a_worker_that_cannot_start_ends_the_others_and_its_reason_is_told(tmp_path: Path) -> None:
