@@ -26,9 +26,9 @@ BARS = {100.0: 0.5, 20.0: 1.5}
 """Seconds per round with int8, by Mbit/s, for 4 workers with 2M parameters."""
 
 
-def wire_limit_s(values: int, workers: int, value_bytes: int, mbit: float) -> float:
+def wire_limit_s(values: int, workers: int, codec: str, mbit: float) -> float:
     """Seconds that a butterfly's payload takes one way through one link, both ways at the same time."""
-    return 2 * (workers - 1) / workers * values * value_bytes * 8 / (mbit * 1e6)
+    return 2 * (workers - 1) / workers * values * BYTES[codec] * 8 / (mbit * 1e6)
 
 
 def measure(options: argparse.Namespace, codec: str, mbit: float, folder: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace, codec: str, mbit: float, folder: Path) 
         "round_s": statistics.median(seconds),
         "worst_s": max(seconds),
         "rendezvous_s": statistics.median(max(line["rendezvous_s"] for line in lines) for lines in rounds),
-        "wire_limit_s": wire_limit_s(options.values, options.workers, BYTES[codec], mbit),
+        "wire_limit_s": wire_limit_s(options.values, options.workers, codec, mbit),
         "carried_bytes_per_round": statistics.mean(carried) / len(rounds),
         "rounds": len(rounds),
         "identical": all(len({line["params_hash"] for line in lines}) == 1 for lines in rounds),
