@@ -269,7 +269,7 @@ class DDPTrainer(Trainer):
             world_size=self.plan.workers,
             timeout=timedelta(seconds=PATIENCE_S),
         )
-        self.module = module = nn.parallel.DistributedDataParallel(self.model)
+        self.module = module = nn.parallel.DistributedDataParallel(self.model, broadcast_buffers=False)
 
         # a lambda: DDP compares annotations, which are strings here
         module.register_comm_hook(None, lambda _, bucket: self._average(bucket))
