@@ -61,8 +61,8 @@ class Trainer(ABC):
 
     def step(self) -> None:
         """One step; the last of a round ends with the average of all workers."""
-        batch = self.text.next()
         self.pace.begin()
+        batch = self.text.next()
         self.module(batch).backward()
         self.rest()
         self.optimizer.step()
