@@ -158,20 +158,22 @@ def about_all() -> dict[str, object]:
 
 def show(result: dict[str, Any]) -> None:
     """Print a result of `measure`."""
-    print(f"{result['system']} {result['codec']} at {result['mbit']:g} Mbit/s: ", end="")
+    print(f"{result['system']} {result['codec']} at {result['mbit']:g} Mbit/s: {result['rounds']} rounds")
     if result["rounds"]:
-        reached = result["loss_reached_s"]
+        reached_s = result["loss_reached_s"]
+        reached = "not reached" if reached_s is None else f"after {reached_s:.1f} s"
         print(
-            f"{result['rounds']} rounds, {result['tokens_per_s']:,.0f} tokens/s, {result['utilization']:.0%} in steps "
-            f"(compute {result['compute_s']:.2f} s each), {result['bytes_per_token']:,.0f} bytes a token, a round "
-            f"{result['round_s']:.2f} s beside its steps (median; worst {result['worst_s']:.2f}; payload alone "
-            f"{result['wire_limit_s']:.2f}), loss {result['loss']:.3f}, the fixed one after "
-            f"{'-' if reached is None else f'{reached:.1f} s'}, identical in {result['identical_rounds']}",
-            end="; " if result["failed"] else "",
+            f"  {result['tokens_per_s']:,.0f} tokens/s, {result['utilization']:.0%} of the time in steps, "
+            f"{result['bytes_per_token']:,.0f} bytes a token\n"
+            f"  a step computes for {result['compute_s']:.2f} s and is filled up to {result['step_s']:g} s\n"
+            f"  a round takes {result['round_s']:.2f} s beside its steps (median; worst {result['worst_s']:.2f}; "
+            f"payload alone {result['wire_limit_s']:.2f})\n"
+            f"  loss {result['loss']:.3f} at the end, {result['target_loss']:g} {reached}; "
+            f"replicas identical in {result['identical_rounds']} rounds"
         )
-    print(f"did not run: {result['failed']}" if result["failed"] else "", flush=True)
-    for problem in result.get("problems", ()):
-        print(f"  {problem}", flush=True)
+    for problem in (*result.get("problems", ()), *filter(None, [result["failed"]])):
+        print(f"  {problem}")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

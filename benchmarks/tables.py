@@ -95,7 +95,8 @@ def train_table(results: Results, benchmark: str) -> str:
     )
     rows = list[tuple[str, ...]]()
     for record in all_of(results, benchmark):
-        name = f"{record['system']} {record['codec']}, {record['mbit']:g} Mbit/s"
+        failed = ", then it failed" if record["failed"] and record["rounds"] else ""
+        name = f"{record['system']} {record['codec']}, {record['mbit']:g} Mbit/s{failed}"
         if not record["rounds"]:
             rows.append((name, "did not run", *[""] * (len(header) - 2)))
             continue
