@@ -98,7 +98,7 @@ def train_table(results: Results, benchmark: str) -> str:
         failed = ", then it failed" if record["failed"] and record["rounds"] else ""
         name = f"{record['system']} {record['codec']}, {record['mbit']:g} Mbit/s{failed}"
         if not record["rounds"]:
-            rows.append((name, "did not run", *[""] * (len(header) - 2)))
+            rows.append((name, "did not run", *["-"] * (len(header) - 2)))
             continue
         reached_s = record["loss_reached_s"]
         rows.append(

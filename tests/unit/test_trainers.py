@@ -13,6 +13,7 @@ from benchmarks import steps
 from benchmarks.bench_train import SYSTEMS, chosen, holds
 from benchmarks.llama import HEAD, Llama, rotate
 from benchmarks.steps import Lap, Pace, Plan, Text
+from benchmarks.tables import train_table
 from benchmarks.team import Round, seconds_to, summary, utilization
 from benchmarks.trainers import TRAINERS
 from opendiloco.shared import create_shared_memory
@@ -82,6 +83,18 @@ def test_a_round_without_all_workers_is_said_and_counted(plan: Plan) -> None:
     rounds = [a_round(1.0, seconds=2.0), a_round(1.0, seconds=2.0, problem="3 of 4", identical=False)]
     found = summary(plan, rounds, [3.0, 2.0, 1.0], target=2.5)
     assert (found["problems"], found["identical_rounds"]) == (["round 2: 3 of 4"], 1)
+
+
+def test_the_table_says_which_system_failed_and_which_did_not_run(plan: Plan) -> None:
+    asked = {"system": "gloo DDP", "codec": "fp32", "mbit": 20.0, "wire_limit_s": 9.0}
+    failed = {**asked, "failed": "ended", **summary(plan, [a_round(1.0, seconds=2.0)], [3.0, 2.0], target=1.0)}
+    absent = {**asked, "failed": "no answer", **summary(plan, [], [], target=1.0)}
+    _, _, *rows = train_table({"train": [failed, absent]}, "train").splitlines()
+    assert rows[0].startswith(
+        "| gloo DDP fp32, 20 Mbit/s, then it failed | 40 | 50% | 0 | 1.00 | 1.00 | 9.00 | 2.000 |"
+    )
+    assert rows[0].endswith("| not reached | 1 of 1 |")
+    assert rows[1].startswith("| gloo DDP fp32, 20 Mbit/s | did not run | - |")
 
 
 @pytest.mark.parametrize(
