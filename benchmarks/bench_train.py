@@ -128,7 +128,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="of the model (default 4)")
     parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="of AdamW (default 1e-3)")
     parser.add_argument("--step-s", type=float, default=0.25, metavar="S", help="at least, of a step (default 0.25)")
-    parser.add_argument("--loss", type=float, default=2.0, metavar="X", help="the time to this one (default 2)")
+    parser.add_argument("--loss", type=float, default=2.5, metavar="X", help="the time to this one (default 2.5)")
     parser.add_argument(
         "--limit-s", type=float, default=600.0, metavar="S", help="of a system; no round begins later (default 600)"
     )
