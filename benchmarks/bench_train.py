@@ -66,6 +66,8 @@ def measure(options: argparse.Namespace, plan: Plan, system: System, mbit: float
             while spent_s < options.limit_s and team.batches < plan.batches:
                 team.train(options.limit_s - spent_s + CALL_LIMIT_S)
                 spent_s += team.rounds[-1].seconds
+                at = f"{system.label}, {mbit:g} Mbit/s, round {len(team.rounds)} after {spent_s:.0f} s"
+                print(f"{at}: loss {team.losses[-1]:.3f}", file=sys.stderr, flush=True)
         except BenchmarkError as error:
             failed = str(error)
     exchanges = plan.steps if system.averages == "gradients" else 1
