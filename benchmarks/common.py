@@ -91,8 +91,11 @@ def parse_options(
 class PeerProcess:
     """A process that answers calls, under opendiloco's guard: whatever ends this process ends all that it started."""
 
-    def __init__(self, module: str, *, threads: int, inherited: Iterable[int] = ()) -> None:
-        """Run `python -m module DESCRIPTOR` with `threads` compute threads; its end of the socket is DESCRIPTOR."""
+    def __init__(self, module: str, *, threads: int, inherited: Iterable[int] = (), prefix: Sequence[str] = ()) -> None:
+        """Run `python -m module DESCRIPTOR` with `threads` compute threads; its end of the socket is DESCRIPTOR.
+
+        Args: `prefix` is put before the command, which stays one process (see `netns`).
+        """
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         ours, theirs = socket.socketpair()
         descriptors = [theirs.fileno(), *inherited]
@@ -104,7 +107,7 @@ class PeerProcess:
         }
         with theirs:
             self._guard = subprocess.Popen(
-                guard.guard_command([sys.executable, "-m", module, str(theirs.fileno())]),
+                guard.guard_command([*prefix, sys.executable, "-m", module, str(theirs.fileno())]),
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=self._log,
@@ -119,15 +122,15 @@ class PeerProcess:
         with contextlib.suppress(OSError):  # `receive` says why
             self._connection.send((method, arguments))
 
-    def receive(self) -> Any:
-        """The result of the call begun last.
+    def receive(self, limit_s: float = CALL_LIMIT_S) -> Any:
+        """The result of the call begun last, within `limit_s` seconds.
 
         Raises:
             BenchmarkError: the call failed, the process ended, or there is no answer in time.
         """
         try:
-            if not self._connection.poll(CALL_LIMIT_S):
-                raise BenchmarkError(f"no answer after {CALL_LIMIT_S:g} s:\n{self._log_tail()}")
+            if not self._connection.poll(limit_s):
+                raise BenchmarkError(f"no answer after {limit_s:g} s:\n{self._log_tail()}")
             result, error = self._connection.recv()
         except (EOFError, OSError):
             raise BenchmarkError(f"a peer process ended:\n{self._log_tail()}") from None

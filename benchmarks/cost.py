@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-BYTES_PER_VALUE = {"int8": 1 + 4 / 1024, "fp16": 2.0, "none": 4.0}
+BYTES_PER_VALUE = {"int8": 1 + 4 / 1024, "fp16": 2.0, "none": 4.0, "fp32": 4.0}
 """On the wire, scales included."""
 FLOPS_PER_TOKEN = 6
 """Times the parameters: forward and backward of a transformer (arXiv:2001.08361)."""

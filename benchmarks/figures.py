@@ -144,6 +144,7 @@ DERIVED: dict[str, dict[str, Callable[[Results, str], Any]]] = {
         "never_diverged": lambda results, name: not newest(results, name)["divergences"],
         "had_no_problem": lambda results, name: not newest(results, name)["problem"],
     },
+    "train": {"table": tables.train_table},
     "wan": {
         "int8": by_rate("int8"),
         "fp16": by_rate("fp16"),

@@ -79,6 +79,45 @@ def wan_table(results: Results, benchmark: str) -> str:
     return to_table(header, rows)
 
 
+def train_table(results: Results, benchmark: str) -> str:
+    """A system and rate a row."""
+    header = (
+        "",
+        "tokens/s",
+        "in steps",
+        "bytes a token",
+        "beside the steps of a round, median s",
+        "worst s",
+        "payload alone s",
+        "loss at the end",
+        "fixed loss after s",
+        "rounds with equal replicas",
+    )
+    rows = list[tuple[str, ...]]()
+    for record in all_of(results, benchmark):
+        failed = ", then it failed" if record["failed"] and record["rounds"] else ""
+        name = f"{record['system']} {record['codec']}, {record['mbit']:g} Mbit/s{failed}"
+        if not record["rounds"]:
+            rows.append((name, "did not run", *["-"] * (len(header) - 2)))
+            continue
+        reached_s = record["loss_reached_s"]
+        rows.append(
+            (
+                name,
+                f"{record['tokens_per_s']:,.0f}",
+                f"{record['utilization']:.0%}",
+                f"{record['bytes_per_token']:,.0f}",
+                f"{record['round_s']:.2f}",
+                f"{record['worst_s']:.2f}",
+                f"{record['wire_limit_s']:.2f}",
+                f"{record['loss']:.3f}",
+                "not reached" if reached_s is None else f"{reached_s:.0f}",
+                f"{record['identical_rounds']} of {record['rounds']}",
+            )
+        )
+    return to_table(header, rows)
+
+
 def soak_table(results: Results, benchmark: str) -> str:
     """A run a row."""
     rows = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from benchmarks import bench_wan
+from benchmarks import bench_train, bench_wan
 from benchmarks.netns import Hosts, NamespaceHost, why_not
 
 if TYPE_CHECKING:
@@ -119,3 +119,17 @@ def test_the_benchmark_of_slow_links_runs_and_says_what_a_round_took(tmp_path: P
     assert line["rounds"] >= 3
     assert line["round_s"] >= line["wire_limit_s"] > 0
     assert line["carried_bytes_per_round"] > 100_000
+
+
+def test_the_benchmark_of_training_systems_gives_all_of_them_the_same_to_do_and_leaves_no_process(
+    tmp_path: Path,
+) -> None:
+    before = psutil.Process().children(recursive=True)
+    assert bench_train.main(["--quick", "--out", str(tmp_path / "train.jsonl")]) == 0
+    assert psutil.Process().children(recursive=True) == before
+    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert [line["system"] for line in lines] == ["opendiloco", "hivemind DiLoCo", "gloo DDP"]
+    assert [(line["failed"], line["problems"]) for line in lines] == [("", [])] * 3
+    assert len({(line["tokens"], line["each"]["loss"][0]) for line in lines}) == 1
+    assert all(0 < line["utilization"] < 1 and line["bytes_per_token"] > 0 for line in lines)
+    assert [lines[index]["identical_rounds"] for index in (0, 2)] == [2, 2]
