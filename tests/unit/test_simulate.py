@@ -350,7 +350,7 @@ def test_workers_may_have_text_of_their_own(tmp_path: Path) -> None:
 def test_a_worker_that_waits_for_its_turn_ends_with_those_that_fail(tmp_path: Path) -> None:
     plan = Plan(is_there=lambda name, round: (name == NAMES[0]) == (round == 1))
     with pytest.raises(OpendilocoError, match=r"6 times .*: lower inner.lr"):
-        simulate(contract_of(inner_lr=1e30), COMPUTE, NAMES[:2], tmp_path, plan=plan)
+        simulate(diverging(), COMPUTE, NAMES[:2], tmp_path, plan=plan)
 
 
 def test_nobody_waits_for_the_outer_state_of_a_group_that_has_failed() -> None:
@@ -371,11 +371,15 @@ def test_a_worker_that_cannot_start_ends_the_others_and_its_reason_is_told(tmp_p
         run(contract_of(), tmp_path)
 
 
-def test_a_run_that_diverges_says_at_which_step_and_what_to_change(tmp_path: Path) -> None:
+def diverging() -> Contract:
+    """A run of which nothing is finite from its first step on; a contract that is read does not take such a rate."""
     contract = contract_of()
-    too_fast = contract.inner.model_copy(update={"lr": 1e30})  # more than a contract takes: it diverges at once
+    return contract.model_copy(update={"inner": contract.inner.model_copy(update={"lr": 1e30})})
+
+
+def test_a_run_that_diverges_says_at_which_step_and_what_to_change(tmp_path: Path) -> None:
     with pytest.raises(OpendilocoError, match=r"6 times .*: lower inner.lr"):
-        run(contract.model_copy(update={"inner": too_fast}), tmp_path, NAMES[:1])
+        run(diverging(), tmp_path, NAMES[:1])
 
 
 def test_a_simulated_worker_leaves_its_model_in_the_outer_parameters(tmp_path: Path) -> None:
