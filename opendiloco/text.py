@@ -133,10 +133,13 @@ def check_text(data: DataConfig) -> bool:
     if is_on_hub(data) and not Path(str(data.source).removeprefix("hf:")).expanduser().is_dir():
         return False
     source, chars = _open(data, lambda: False), 0
-    for piece in _pieces(source) if isinstance(source, StreamedText) else source:
-        chars += len(piece)
-        if chars > 2 * MAX_TOKEN_CHARS * data.seq_len:
-            return False
+    try:
+        for piece in _pieces(source) if isinstance(source, StreamedText) else source:
+            chars += len(piece)
+            if chars > 2 * MAX_TOKEN_CHARS * data.seq_len:
+                return False
+    except UnreadableText as error:
+        raise SettingsError(f"{error}: correct that file, or leave it out") from None
     if not chars:
         raise _no_text(data)
     return True
@@ -284,8 +287,7 @@ def _row_texts(dataset: Any, data: DataConfig, *, file: str, skipped: int) -> It
             if is_on_hub(data) and (reason := explanation(error)) is not None:
                 raise SettingsError(f"data.source is {data.source}, but at {file} {reason}") from error
             raise UnreadableText(
-                f"data.source {data.source} cannot be read: {file}, after {number} rows: {_first_line(error)}: correct "
-                "the file, or leave it out"
+                f"data.source {data.source} cannot be read: {file}, after {number} rows: {_first_line(error)}"
             ) from error
         if data.text_field not in row:
             raise SettingsError(

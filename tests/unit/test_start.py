@@ -177,7 +177,10 @@ def before_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[
         ("text:{tmp}/folder", "that folder has no text files"),
         ("jsonl:{tmp}/folder", "that folder has no .jsonl or .json"),
         ("jsonl:{tmp}/empty.txt", "has no text"),
-        ("jsonl:{tmp}/broken.jsonl", "broken.jsonl cannot be read: "),
+        (
+            "jsonl:{tmp}/broken.jsonl",
+            "cannot be read: .*broken.jsonl, after 0 rows: .*: correct that file, or leave it out",
+        ),
         ("jsonl:{tmp}/nul.jsonl", "nul.jsonl cannot be read: "),
         ("jsonl:{tmp}/latin.jsonl", "latin.jsonl cannot be read: "),
         ("jsonl:{tmp}/body.jsonl", "data.text_field is 'text', but .* has the fields body: set it to"),

@@ -128,7 +128,7 @@ def test_small_data_sets_are_held_in_memory_with_their_text(tmp_path: Path, kind
         ("jsonl:{tmp}/mixed.jsonl", r"which holds int and not text in .*mixed.jsonl, row 1\): set it to"),
         (
             "jsonl:{tmp}/short.jsonl.gz",
-            r"cannot be read: .*short.jsonl.gz, after row 0: |short.jsonl.gz cannot be read: ",
+            r"cannot be read: .*short.jsonl.gz, after 0 rows: |short.jsonl.gz cannot be read: ",
         ),
         ("hf:{tmp}/none", "neither a folder here nor could it be reached"),
     ],
