@@ -27,6 +27,7 @@ PORT_WAIT_S = 5.0  # for the port of a predecessor that is just going
 CLOSE_LIMIT_S = 1.0
 REACH_OTHERS_S = 0.5  # for further peers, once one has answered
 REDIAL_S = 0.5
+CONTACT_TRIES = 3
 MAX_RECONNECTS = 3  # lost peers that are tried at a time
 DHT_WAIT_S = 3.0  # hivemind's own, for an answer of one peer
 MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
@@ -63,15 +64,18 @@ class Host:
         try:
             async with asyncio.timeout(limit_s):
                 self.p2p = await self._start_daemon(limit_s)
+                reached = await self._reach(peers)
                 self.node = await DHTNode.create(
                     p2p=self.p2p,
-                    initial_peers=await self._reach(peers) or None,
+                    initial_peers=reached or None,
                     client_mode=self._config.client_mode,
                     record_validator=SignedRecords(self._identity),
                     wait_timeout=limit_s,  # the first answer decides, and may come late
                     bootstrap_timeout=answer_s,
+                    strict=False,  # what others find wrong with this peer they are asked again below
                 )
                 self.node.protocol.wait_timeout = answer_s  # one silent peer spoils no look-up
+                await asyncio.gather(*(self._check_contact(_peer_of(peer)) for peer in reached))
         except ValidationError as error:
             raise _explain_validation(str(error), self._identity.path) from None
         except (*TRANSPORT_ERRORS, RuntimeError) as error:
@@ -138,6 +142,21 @@ class Host:
                 for task in tasks:
                     task.cancel()
         return reached
+
+    async def _check_contact(self, peer: PeerID) -> None:
+        """Ask a peer whether it reaches this one, more than once: either may be too busy to answer in time.
+
+        Raises:
+            ValidationError: it does not, or its clock shows another time.
+        """
+        for tries_left in reversed(range(CONTACT_TRIES)):
+            try:
+                await self.node.protocol.call_ping(peer, validate=True)
+                return
+            except ValidationError as error:
+                if not tries_left or _clocks(str(error)) is not None:
+                    raise
+            await asyncio.sleep(REDIAL_S)
 
     async def _dial(self, peer: Multiaddr) -> bool:
         try:
@@ -235,8 +254,13 @@ def _can_bind(family: socket.AddressFamily, host: str, port: int) -> bool:
         return True
 
 
+def _clocks(message: str) -> re.Match[str] | None:
+    """This peer's time and the other one's, where the message is about clocks."""
+    return re.search(r"local: ([\d.]+), peer: ([\d.]+)", message)
+
+
 def _explain_validation(message: str, key_file: Path | None) -> SettingsError:
-    times = re.search(r"local: ([\d.]+), peer: ([\d.]+)", message)
+    times = _clocks(message)
     if times is None:
         return SettingsError(
             "swarm.host_maddrs: others cannot reach this peer: open its port, set swarm.announce_maddrs to the address "

@@ -102,6 +102,32 @@ def test_a_peer_that_answers_late_is_joined_all_the_same(network: Network, monke
     assert not delays_s
 
 
+@pytest.mark.parametrize("failures", [2, 9])
+def test_a_peer_that_others_do_not_reach_is_refused_only_when_that_is_no_matter_of_a_moment(
+    network: Network, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    ask, unreached = DHTProtocol.rpc_ping, list(range(failures))
+
+    async def miss(
+        self: DHTProtocol, request: dht_pb2.PingRequest, context: P2PContext
+    ) -> dht_pb2.PingResponse:  # hivemind reads these types
+        response = await ask(self, request, context)
+        if request.validate and unreached:
+            unreached.pop()
+            response.available = False
+        return response
+
+    monkeypatch.setattr(DHTProtocol, "rpc_ping", miss)
+    first = network.peer().open()
+    second = network.peer(first.addresses)
+    if failures == 2:
+        network.enter([first, second.open()], network.contract(2))
+        assert not unreached
+    else:
+        with pytest.raises(SettingsError, match="others cannot reach this peer: open its port"):
+            second.open()
+
+
 def start(peer: Peer) -> None:
     """Until it need not catch up: the record of one that was killed counts until it expires."""
     while peer.wait_for_start() == 0:
