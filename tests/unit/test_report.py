@@ -59,6 +59,14 @@ def edit_newest(clone: Path, benchmark: str, **fields: Any) -> None:
     path.write_text("\n".join([*earlier, json.dumps(record)]) + "\n")
 
 
+def newest(clone: Path, benchmark: str) -> dict[str, Any]:
+    """Its newest record."""
+    record: dict[str, Any] = json.loads(
+        (clone / "benchmarks" / "results" / f"{benchmark}.jsonl").read_text().split("\n")[-2]
+    )
+    return record
+
+
 def test_documents_in_the_repository_say_what_its_results_say(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = bench_report.main(["--check"]), capsys.readouterr()
     assert (code, said.err) == (0, "")
@@ -66,19 +74,21 @@ def test_documents_in_the_repository_say_what_its_results_say(capsys: pytest.Cap
 
 
 def test_other_results_are_found_in_every_document_and_plot(clone: Path, check: Callable[[], list[str]]) -> None:
+    before = newest(clone, "kill")["median_s"]
     edit_newest(clone, "kill", median_s=98.76)
     lines = "\n".join(check())
-    assert re.search(r'^docs/benchmarks.md line \d+ says "1.82" where the results say "98.76"$', lines, re.M)
-    assert re.search(r'^README.md line \d+ says "1.8" where the results say "98.8"$', lines, re.M)
+    assert re.search(rf'^docs/benchmarks.md line \d+ says "{before:.2f}" where the results say "98.76"$', lines, re.M)
+    assert re.search(rf'^README.md line \d+ says "{before:.1f}" where the results say "98.8"$', lines, re.M)
     assert "docs/figures/kill.svg is not drawn from these results as now: run ./launch.sh bench report" in lines
     assert len(lines.splitlines()) == 3
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/benchmarks.md"])
 def test_a_figure_changed_by_hand_is_found(clone: Path, check: Callable[[], list[str]], document: str) -> None:
-    edit(clone / document, lambda text: text.replace("0.993", "0.999"))
+    figure = f"{newest(clone, 'worker')['phase_ratio']:.3f}"
+    edit(clone / document, lambda text: text.replace(figure, "7.777"))
     (line,) = check()
-    assert re.fullmatch(rf'{document} line \d+ says "0.999" where the results say "0.993"', line)
+    assert re.fullmatch(rf'{document} line \d+ says "7.777" where the results say "{figure}"', line)
 
 
 def test_a_document_that_is_not_there_is_found(clone: Path, check: Callable[[], list[str]]) -> None:
@@ -100,8 +110,10 @@ def test_missing_records_and_fields_name_the_placeholder_and_the_benchmark_to_ru
 
 
 def test_a_line_that_is_no_record_is_found(clone: Path, check: Callable[[], list[str]]) -> None:
-    edit(clone / "benchmarks" / "results" / "soak.jsonl", lambda text: text + "[1\n")
-    assert check()[0].startswith("benchmarks/results/soak.jsonl line 4 is no JSON object: run ")
+    path = clone / "benchmarks" / "results" / "soak.jsonl"
+    edit(path, lambda text: text + "[1\n")
+    number = len(path.read_text().splitlines())
+    assert check()[0].startswith(f"benchmarks/results/soak.jsonl line {number} is no JSON object: run ")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +170,7 @@ def test_writing_brings_back_what_was_changed_and_a_second_time_changes_nothing(
     clone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = contents(clone)
-    edit(clone / "README.md", lambda text: text.replace("0.993", "0.999"))
+    edit(clone / "README.md", lambda text: text.replace(f"{newest(clone, 'worker')['phase_ratio']:.3f}", "7.777"))
     (clone / "docs" / "benchmarks.md").unlink()
     assert bench_report.main([], root=clone) == 0
     assert contents(clone) == written
