@@ -18,7 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from hivemind.utils.multiaddr import Multiaddr
 
 from opendiloco.config import SwarmConfig
-from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.errors import SettingsError, SwarmError, one_line
 from opendiloco.identity import Identity
 from opendiloco.membership import SignedRecords
 from opendiloco.wire import Stream, WireError
@@ -183,7 +183,7 @@ class Host:
 
     def _explain(self, error: Exception, limit_s: float) -> SwarmError:
         if not hasattr(self, "p2p") or not self._config.peers:
-            reason = f" ({error})" if str(error) else ""
+            reason = f" ({one_line(str(error))})" if str(error) else ""
             return SwarmError(
                 f"libp2p did not start within {limit_s:g} s{reason}: raise swarm.startup_timeout_s, or see log.txt"
             )

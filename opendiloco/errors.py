@@ -6,6 +6,7 @@ Exit codes follow sysexits.h: 64 means the settings are wrong, so restarting wit
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -27,6 +28,11 @@ class SwarmError(OpendilocoError):
     """The swarm could not be reached or stayed away: restart the peer."""
 
     exit_code = 75
+
+
+def one_line(text: str) -> str:
+    """Foreign words, fit for a log and a terminal: no line breaks, nothing that steers a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in re.sub(r"\s+", " ", text))
 
 
 def pip_install(*arguments: str) -> str:

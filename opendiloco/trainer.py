@@ -59,6 +59,7 @@ def run_worker(
         address_files = (out / "addresses", address_file)
         for file in address_files:
             forget_addresses(file)  # no earlier: they may be those of a living worker, whose key this one cannot use
+        write_toml(out / "peer.toml", settings.peer)  # a full disk is told before this peer is on the network
         # Seconds, while the network process starts. In a thread: an import that a signal interrupts may go on, or loop.
         run(lambda: import_module("opendiloco.worker"), leaving, name="imports")
         from opendiloco.worker import Worker
@@ -70,7 +71,6 @@ def run_worker(
             raise Leave  # before others count on it
         checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
         write_toml(out / "run.toml", settings.contract)
-        write_toml(out / "peer.toml", settings.peer)
         for file in address_files:
             write_addresses(file, swarm.addresses)
         if checkpoint is not None:

@@ -12,6 +12,8 @@ import struct
 import time
 from enum import IntEnum
 
+from opendiloco.errors import one_line
+
 _HEADER = struct.Struct("<BI")
 _CHUNK_BYTES = 64 * 1024
 MAX_REASON_BYTES = 512
@@ -46,7 +48,10 @@ class FrameKind(IntEnum):
 
 
 class WireError(Exception):
-    """The other side broke the protocol, refused, or went silent. The message is its reason."""
+    """The other side broke the protocol, refused, or went silent. The message is its reason, on one line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(one_line(reason))  # it may be another peer's words, or libp2p's, which has several lines
 
 
 class Stream:
@@ -80,7 +85,7 @@ class Stream:
         """
         kind, length = _HEADER.unpack(await self._read(_HEADER.size))
         if kind == FrameKind.REFUSED and length <= MAX_REASON_BYTES:
-            raise WireError(f"refused: {_one_line(await self._read(length))}")
+            raise WireError(f"refused: {(await self._read(length)).decode(errors='replace')}")
         if kind not in expected:
             raise WireError(f"sent a frame of kind {kind} out of turn")
         if length != expected[FrameKind(kind)]:
@@ -103,7 +108,7 @@ class Stream:
         while (found, length) == (FrameKind.WAITING, 0) and time.monotonic() < give_up:
             found, length = _HEADER.unpack(await self._read(_HEADER.size))
         if found == FrameKind.REFUSED and length <= MAX_REASON_BYTES:
-            raise WireError(f"refused: {_one_line(await self._read(length))}")
+            raise WireError(f"refused: {(await self._read(length)).decode(errors='replace')}")
         if found != kind or length > max_bytes:
             raise WireError(f"sent a frame of kind {found} with {length} bytes out of turn")
         self.received_bytes += _HEADER.size + length
@@ -146,8 +151,3 @@ class Stream:
             data[read : read + len(piece)] = piece
             read += len(piece)
         return data
-
-
-def _one_line(text: bytearray) -> str:
-    """Another peer's words, fit for a log and a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text.decode(errors="replace"))

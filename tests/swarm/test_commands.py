@@ -205,6 +205,13 @@ def test_setting_of_ones_own_that_differs(fail: Fail, network: Network, make_con
     assert "leave out --set inner.lr and --set outer.codec" in line
 
 
+def test_folder_that_takes_no_files_is_told_before_the_network_is_joined(fail: Fail, tmp_path: Path) -> None:
+    (tmp_path / "out" / ".peer.toml.tmp").mkdir(parents=True)  # as a full disk would
+    line = fail(WRONG_SETTINGS)
+    assert re.search(r"cannot write .*peer\.toml: Is a directory: choose another --out", line)
+    assert "a swarm" not in (tmp_path / "out" / "log.txt").read_text()
+
+
 def test_several_runs_and_none_named(fail: Fail, network: Network, make_contract: SmallContract) -> None:
     addresses = start_run(network, make_contract(run="north"))
     start_run(network, make_contract(run="south"), addresses)

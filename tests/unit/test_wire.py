@@ -301,6 +301,11 @@ def test_a_reason_cannot_write_lines_or_control_a_terminal(payload: bytes) -> No
     assert error_of(FrameKind.REFUSED, len(payload), payload).isprintable()
 
 
+def test_an_error_of_several_lines_is_one_line() -> None:
+    error = WireError("cannot be reached (failed to dial:\n  * [/ip4/127.0.0.1/tcp/1] refused\n\t* timeout)")
+    assert str(error) == "cannot be reached (failed to dial: * [/ip4/127.0.0.1/tcp/1] refused * timeout)"
+
+
 def test_a_reason_that_is_too_long_is_not_read() -> None:
     length = MAX_REASON_BYTES + 1
     assert error_of(FrameKind.REFUSED, length, bytes(length)) == f"sent a frame of kind {FrameKind.REFUSED} out of turn"
