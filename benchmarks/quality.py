@@ -14,16 +14,16 @@ from opendiloco.plan import Plan
 class Size:
     """What all cells have in common; the defaults are those of the results that the documents cite."""
 
-    steps: int = 1000
+    steps: int = 500
     """Inner steps of the run, one after the other."""
     inner_steps: int = 10
     """H where a cell does not say."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.5
-    """Less than DiLoCo's 0.9, with which runs of 30 and 60 rounds stayed behind one worker's."""
-    batch_size: int = 4
+    """Less than DiLoCo's 0.9, with which runs of 60 rounds stayed behind one worker's."""
+    batch_size: int = 8
     seq_len: int = 64
-    lr: float = 3e-3
+    lr: float = 1e-3
     warmup_steps: int = 50
     layers: int = 2
     hidden_size: int = 64
