@@ -33,6 +33,7 @@ MAX_REQUEST_BYTES = 1024
 MAX_CHUNK_VALUES = 1 << 20
 UNDECIDED = "undecided"
 NOT_LOGGED = "is not in the log"
+ELSEWHERE = "is on another lineage"
 KEEPALIVE_S = 1.0
 MAX_STREAMS = 32  # that move data at once: joiners share what a donor can send, they do not multiply it
 
@@ -191,7 +192,9 @@ class Donor:
             raise await _refusal(stream, UNDECIDED)
         stored = await asyncio.to_thread(self._log.read, ask.round)
         if stored is None or f'"before":"{ask.before}"'.encode() not in stored[0]:
-            raise await _refusal(stream, f"round {ask.round} on that lineage {NOT_LOGGED}")
+            there = await asyncio.to_thread(self.history, self._position.lineage) if self._position else []
+            is_there = ask.round in dict(there)
+            raise await _refusal(stream, f"round {ask.round} {ELSEWHERE if is_there else NOT_LOGGED}")
         return stored[0], [memoryview(stored[1])]
 
     async def _send_chunk(self, ask: Ask, stream: Stream) -> None:

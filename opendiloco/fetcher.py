@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from opendiloco.codec import Codec, CodecError
-from opendiloco.donor import NOT_LOGGED, Ask, ChunkHeader
+from opendiloco.donor import ELSEWHERE, NOT_LOGGED, Ask, ChunkHeader
 from opendiloco.ledger import Ledger
 from opendiloco.roundlog import MAX_HEADER_BYTES, LogEntry, LogError, decode_average
-from opendiloco.rounds import time_limit_s
+from opendiloco.rounds import RoundFate, time_limit_s
 from opendiloco.wire import FrameKind, Stream, WireError
 
 MAX_CHUNK_HEADER_BYTES = 1024
@@ -68,14 +68,22 @@ class Fetcher:
         Raises:
             WireError: it could not be asked, or gave no answer: that tells nothing.
         """
+        fate = await self.fate_of(peer, round, before)
+        return None if fate == "undecided" else fate == "committed"
+
+    async def fate_of(self, peer: str, round: int, before: str) -> RoundFate:
+        """What has become of that round on top of lineage `before` at a peer; raises WireError as `has_round`."""
         async with self._asking(peer, Ask(what="commit", round=round, before=before)) as stream:
             try:
                 await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_HEADER_BYTES)
             except WireError as error:
-                if not str(error).startswith("refused: "):
+                said = str(error)
+                if not said.startswith("refused: "):
                     raise
-                return False if NOT_LOGGED in str(error) else None  # undecided, or busy
-        return True
+                if ELSEWHERE in said:
+                    return "elsewhere"
+                return "unknown" if NOT_LOGGED in said else "undecided"  # which includes one that is busy
+        return "committed"
 
     async def ledger(self, donors: Sequence[str]) -> Ledger | None:
         """How far the text has been read; a donor may be a round further, which does no harm."""

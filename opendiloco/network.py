@@ -128,6 +128,8 @@ class PeerProcess:
             announced_hash=presence.announced_hash,
             remember=self._donor.remember,
             history=self._donor.history,
+            folder=self._folder,
+            patience_s=2 * self._config.expiry_s,
         )
         groups = Groups(p2p, codec, silence_s=silence_s)
         rendezvous = Rendezvous(

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
@@ -22,9 +24,11 @@ from opendiloco.config import OuterConfig
 from opendiloco.donor import INNER_VECTORS, STATE_VECTORS, ChunkHeader
 from opendiloco.errors import SwarmError
 from opendiloco.fetcher import Connect, Fetcher
+from opendiloco.forks import GivenUp, given_up
 from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.roundlog import LogEntry
 from opendiloco.rounds import Position, Recovery
+from opendiloco.spare import Spare
 from opendiloco.wire import WireError
 
 CHUNK_VALUES = 1 << 16
@@ -65,6 +69,8 @@ class Recoverer:
         announced_hash: Callable[[Position], str | None],
         remember: Callable[[LogEntry, list[memoryview]], None],
         history: Callable[[str], list[tuple[int, str]]],
+        folder: Path,
+        patience_s: float,
     ) -> None:
         """Prepare to recover.
 
@@ -73,8 +79,11 @@ class Recoverer:
             find_goal: where the swarm is, if not here.
             announced_hash: what others say of a state.
             history: the logged rounds that led to a lineage, newest first, each with the lineage before it.
+            folder: takes this worker's own state while another one is fetched.
+            patience_s: how long donors that have died may still be in sight.
         """
         self._peer, self._history = peer, history
+        self._folder, self._patience_s = folder, patience_s
         self._codec, self._outer = codec, outer
         self._find_goal, self._announced_hash, self._remember = find_goal, announced_hash, remember
         self._vectors = [vectors[name] for name in STATE_VECTORS]
@@ -106,27 +115,33 @@ class Recoverer:
         """
         self._fetcher = self._new_fetcher()
         self._replayed, self._full_state = 0, False
-        self._given_up, self._has_own_work = 0, False
+        self._given_up, self._has_own_work = GivenUp(), False
         self._start = start
+        self._own: tuple[Position, Spare] | None = None
         try:
             return await self._catch_up(holders)
         finally:
             self._way = None
+            self._let_go()
 
     async def _catch_up(self, holders: Sequence[str]) -> Recovery:
-        start = self._start
-        position, reasons = start, list[str]()
+        start, give_up = self._start, time.monotonic() + self._patience_s
+        position, attempts = start, 0
         if holders:
             position = await self._replay_one(start, holders) or start
-        for _ in range(MAX_ATTEMPTS):
+        while True:
             try:
                 position = await self._approach(position)
                 if self._full_state:
                     position = await self._confirm(position)
             except _Failed as failure:
-                reasons.append(str(failure))
+                attempts += 1
                 logger.warning("recovery starts over: %s", failure)
-                position = replace(position, tokens=-1, lineage="")  # of no use: anything is heavier
+                position = await asyncio.to_thread(self._go_back)
+                if attempts >= MAX_ATTEMPTS and (not position.lineage or time.monotonic() > give_up):
+                    raise SwarmError(
+                        f"the state of the run could not be fetched ({failure}): start this worker again"
+                    ) from None
                 await asyncio.sleep(PAUSE_S)
                 continue
             return Recovery(
@@ -135,10 +150,27 @@ class Recoverer:
                 received_bytes=self._fetcher.received_bytes,
                 rounds_replayed=self._replayed,
                 full_state=self._full_state,
-                given_up=self._given_up,
+                given_up=self._given_up.count,
+                is_given_up_exact=self._given_up.is_exact,
                 has_own_work=self._has_own_work,
             )
-        raise SwarmError(f"the state of the run could not be fetched ({reasons[-1]}): start this worker again")
+
+    def _go_back(self) -> Position:
+        """The place where the state was whole before another one was fetched; where it is lost, one that is of no use.
+
+        The swarm need not be there any more when the next attempt begins: a worker that has a state goes on with it.
+        """
+        self._full_state, self._given_up, self._has_own_work = False, GivenUp(), False
+        self._fetcher.used.clear()
+        own, self._own = self._own, None
+        if own is not None and own[1].restore():
+            return own[0]
+        return Position(self._start.round, "", "", tokens=-1)  # anything is heavier
+
+    def _let_go(self) -> None:
+        if self._own is not None:
+            self._own[1].close()
+            self._own = None
 
     async def _approach(self, position: Position) -> Position:
         """Replay or fetch until nobody is ahead."""
@@ -151,28 +183,14 @@ class Recoverer:
                 position = following
             else:
                 if position == self._start:
-                    self._given_up = await self._count_given_up(position, goal.donors)
+                    history = await asyncio.to_thread(self._history, position.lineage)
+                    self._given_up = await given_up(self._fetcher.fate_of, goal.donors, position, history)
+                if position.round and position.lineage and not self._full_state:  # this worker's own, and worth it
+                    self._own = position, Spare([*self._vectors, *self._inner], self._folder)
                 position = await self._fetch_state(goal.donors[:MAX_DONORS])
                 if position.tokens < goal.position.tokens:
                     raise _Failed("the donors are behind what they announced")
         return position
-
-    async def _count_given_up(self, position: Position, donors: Sequence[str]) -> int:
-        """How many of this worker's rounds the swarm does not have; 0 where that is longer ago than logs reach."""
-        if await self._have_round(donors, position.round + 1, position.lineage):
-            return 0
-        for round, before in await asyncio.to_thread(self._history, position.lineage):
-            if await self._have_round(donors, round, before):
-                return position.round - round + 1
-        return 0
-
-    async def _have_round(self, donors: Sequence[str], round: int, before: str) -> bool:
-        """Whether one of them has it; logs have gaps, so that one no says nothing."""
-        for donor in donors[:MAX_DONORS]:
-            with contextlib.suppress(WireError):
-                if await self.has_round(donor, round, before):
-                    return True
-        return False
 
     def _is_replay_cheaper(self, rounds: int) -> bool:
         """Than fetching theta and momentum; with int8 up to seven missed rounds are."""
@@ -244,7 +262,10 @@ class Recoverer:
             if not waiting:
                 return None
             taken.add(start := waiting.popleft())
-            return self._chunk(start)
+            chunk = self._chunk(start)
+            if self._own is not None:
+                self._own[1].keep(chunk)
+            return chunk
 
         try:
             async with contextlib.aclosing(self._fetcher.chunks(donor, take)) as chunks:

@@ -77,8 +77,9 @@ def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:
 def given_up_line(recovery: Recovery, before: Position) -> str:
     """What a worker says that moves from `before` to a heavier lineage."""
     there, count = recovery.position, recovery.given_up
+    least, earlier = ("", "") if recovery.is_given_up_exact else ("at least ", " or earlier")
     return (
-        f"{count} rounds of this worker are given up: the swarm went on from round {before.round - count} on another "
-        f"lineage that is heavier ({there.lineage[:6]}, {there.tokens} tokens; here {before.lineage[:6]}, "
-        f"{before.tokens} tokens)"
+        f"{least}{count} rounds of this worker are given up: the swarm went on from round {before.round - count}"
+        f"{earlier} on another lineage that is heavier ({there.lineage[:6]}, {there.tokens} tokens; here "
+        f"{before.lineage[:6]}, {before.tokens} tokens)"
     )

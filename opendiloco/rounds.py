@@ -16,6 +16,9 @@ import blake3
 from opendiloco.ledger import Ledger, Reading
 
 Verdict = Literal["commit", "retry", "skip", "resync"]
+RoundFate = Literal["committed", "elsewhere", "unknown", "undecided"]
+"""Of a round on top of some lineage, at a peer: committed; that peer's round of this number is on another lineage; not
+in its log; not known yet."""
 
 PART_VALUES = 256 * 1024  # most values of a part: 256 KB as int8, a tenth of a second at 20 Mbit/s
 MIN_PART_VALUES = 16 * 1024
@@ -131,6 +134,8 @@ class Recovery:
     """Whether theta and momentum were fetched, not only rounds that were missed."""
     given_up: int = 0
     """Rounds of this worker's own that are not on the lineage it moved to."""
+    is_given_up_exact: bool = True
+    """False: there may be more, from before the oldest round that logs tell of."""
     has_own_work: bool = False
     """Whether this worker's pseudo-gradient is in the first round that it missed: it must not count twice."""
     inner_step: int = 0

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from opendiloco.config import Contract, InnerConfig, OuterConfig
+from opendiloco.donor import Ask
 from opendiloco.errors import SwarmError
 from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.phase import PhaseReport
 from opendiloco.rounds import Position, Recovery
+from opendiloco.wire import Stream
 
 if TYPE_CHECKING:
     from support.peers import Network, Peer
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 SIZE = 300_001
 ZERO = "0" * 64
+STATE = ("theta", "momentum")
 
 
 def state_of(peer: Peer) -> OuterState:
@@ -140,6 +145,53 @@ def test_a_donor_that_goes_away_is_replaced_by_another_one(network: Network) -> 
     recovery = recovering.result(60)
     check_identical(newcomer, workers[0], recovery)
     assert workers[2].peer_id not in recovery.donors
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3], ids=["no chunk", "one chunk", "three chunks"])
+def test_a_worker_whose_donors_die_goes_on_with_the_state_that_it_had(
+    network: Network, monkeypatch: pytest.MonkeyPatch, chunks: int
+) -> None:
+    monkeypatch.setattr("opendiloco.recovery.PAUSE_S", 0.2)
+    timing = {"heartbeat_s": 0.5, "expiry_s": 3.0}
+    workers = network.workers(2, contract=network.contract(2), size=SIZE, settings=timing)
+    play_rounds(network, workers, 2)
+    position = workers[0].position
+    before = {name: workers[0].vectors[name].clone() for name in STATE}
+    play_rounds(network, workers, 10)  # more than are cheaper to replay
+    back = network.peer(workers[0].addresses, **timing).open()
+    back.enter(network.contract(2), size=SIZE, position=position)
+    for name in STATE:
+        back.vectors[name].copy_(before[name])
+    fetched = give_no_more_than(chunks, workers)
+    recovering = network.start(back.process.catch_up())
+    fetched.result(30)
+    for peer in workers:
+        peer.close()  # without a word: their records still name them as donors
+    recovery = recovering.result(30)
+    assert recovery == Recovery(replace(position, params_hash=""), received_bytes=recovery.received_bytes)
+    assert all(torch.equal(back.vectors[name], before[name]) for name in STATE)
+    back.position = position
+    network.run(back.process.begin_phase(False, 0))
+    play_rounds(network, [back], 1)
+
+
+def give_no_more_than(chunks: int, donors: list[Peer]) -> Future[None]:
+    """Donors that fall silent after so many chunks of all of them; the result comes with the first one too many."""
+    left, asked = [chunks], Future[None]()
+    for peer in donors:
+        donor = peer.process._donor
+        send = donor._send_chunk
+
+        async def send_while_any(ask: Ask, stream: Stream, send: Any = send) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                if not asked.done():
+                    asked.set_result(None)
+                await asyncio.Event().wait()
+            await send(ask, stream)
+
+        donor._send_chunk = send_while_any  # type: ignore[method-assign]
+    return asked
 
 
 def join_three(network: Network, workers: list[Peer]) -> tuple[Peer, Future[Any]]:

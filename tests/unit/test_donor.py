@@ -17,14 +17,11 @@ from opendiloco import donor as donors
 from opendiloco.codec import get_codec
 from opendiloco.donor import Ask, Donor
 from opendiloco.fetcher import Fetcher
-from opendiloco.recovery import Recoverer
 from opendiloco.roundlog import LogEntry
 from opendiloco.rounds import Position
 from opendiloco.wire import FrameKind, Stream, WireError
 
-SIZE, BEFORE, AFTER = 8, "b" * 64, "a" * 64
-
-LOST = WireError("connection lost")
+SIZE, BEFORE, AFTER, OTHER = 8, "b" * 64, "a" * 64, "0" * 64
 
 
 class Loopback:
@@ -116,17 +113,15 @@ def test_only_a_clear_no_counts_as_no(tmp_path: Path) -> None:
     with_loopback(tmp_path, work)
 
 
-@pytest.mark.parametrize(
-    ("answers", "has"), [([False, True], True), ([LOST, True], True), ([False, None], False), ([False, LOST], False)]
-)
-def test_a_gap_in_one_donors_log_does_not_mean_that_a_round_is_on_another_lineage(
-    answers: list[bool | WireError | None], has: bool
-) -> None:
-    async def has_round(donor: str, round: int, before: str) -> bool | None:
-        said = answers[int(donor)]
-        if isinstance(said, WireError):
-            raise said
-        return said
+def test_a_round_is_elsewhere_only_where_the_donors_own_lineage_has_one_of_that_number(tmp_path: Path) -> None:
+    async def work(loopback: Loopback) -> None:
+        loopback.commit()
+        await loopback.donor.close()  # now it is on disk
+        fate_of = loopback.fetcher.fate_of
+        assert await fate_of("donor", 4, BEFORE) == "committed"
+        assert await fate_of("donor", 4, OTHER) == "elsewhere"
+        assert await fate_of("donor", 3, OTHER) == "unknown"
+        loopback.donor.settle(Position(9, "9" * 64, ""))  # it has moved to another lineage: its log is of no use
+        assert await fate_of("donor", 4, OTHER) == "unknown"
 
-    asked = cast(Any, SimpleNamespace(has_round=has_round))
-    assert asyncio.run(Recoverer._have_round(asked, ["0", "1"], 4, "lineage")) == has
+    with_loopback(tmp_path, work)

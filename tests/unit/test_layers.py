@@ -13,8 +13,8 @@ logs metrics scalars sinks trackers shared guard background leave addresses laun
 roundlog checkpoint progress hub files text tokenizer sequences mixture prefetch reader tokens
 presets pretrained trained model generation separation loss compute lossscale optimizers inner precheck
 evaluate harness export ranks replica averager contribution
-membership tally agreement wire connect pace reducer allreduce lobby donor fetcher recovery heartbeat sight presence
-rendezvous groups participation channel network swarm
+membership tally agreement wire connect pace reducer allreduce lobby donor fetcher forks spare recovery
+heartbeat sight presence rendezvous groups participation channel network swarm
 bootstrap report schedule loop standing diloco callback display evaluator worker
 trainer plan simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
