@@ -10,9 +10,10 @@ from typing import NoReturn
 
 PEERS = ("train", "bootstrap")  # asked to leave before there is anything to leave, they end with 0
 
-for number in (signal.SIGINT, signal.SIGTERM) if sys.argv[1:2] and sys.argv[1] in PEERS else ():
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if sys.argv[1:2] and sys.argv[1] in PEERS else ():
     # Until the command has handlers of its own. An exception would end up in some import, which may swallow it.
-    signal.signal(number, lambda *_: os._exit(0))
+    if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as with nohup
+        signal.signal(number, lambda *_: os._exit(0))
 
 from opendiloco.cli import main  # noqa: E402
 

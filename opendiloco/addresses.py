@@ -5,8 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from opendiloco.errors import SettingsError
+
+
+class AddressFiles:
+    """The files of one worker: none is there while it cannot be joined, neither before `write` nor after the block."""
+
+    def __init__(self, *paths: Path | None) -> None:
+        """Raises SettingsError where one cannot be written."""
+        self._paths = [path for path in paths if path is not None]
+        for path in self._paths:
+            check_address_file(path)
+
+    def write(self, addresses: list[str]) -> None:
+        """This worker can be joined from now on."""
+        for path in self._paths:
+            write_addresses(path, addresses)
+
+    def __enter__(self) -> Self:
+        for path in self._paths:
+            forget_addresses(path)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for path in self._paths:
+            with contextlib.suppress(SettingsError):
+                forget_addresses(path)
 
 
 def check_address_file(path: Path | None) -> None:

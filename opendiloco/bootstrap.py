@@ -9,19 +9,20 @@ from pathlib import Path
 
 from opendiloco.addresses import check_address_file, forget_addresses, write_addresses
 from opendiloco.config import SwarmConfig
-from opendiloco.leave import ends_in_order
+from opendiloco.leave import ends_in_order, hang_up
 from opendiloco.swarm import Swarm
 
 
 def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path | None) -> int:
-    """Run a DHT peer that does not train until SIGINT or SIGTERM; returns the exit code.
+    """Run a DHT peer that does not train until SIGINT, SIGTERM or SIGHUP; returns the exit code.
 
     Args:
         folder: keeps the peer's key, and so its address, for the next start; None: see `Swarm`.
     """
     check_address_file(address_file)
     stop = threading.Event()
-    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, *hang_up())
+    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
     try:
         with (
             Swarm(config, folder, leaving=stop.is_set) as swarm,

@@ -112,18 +112,17 @@ def train(
     """Train as a worker: start a swarm, or join one with --peers.
 
     Without --run, a worker that joins takes the run contract from the swarm, and one that resumes and does not join the
-    one in its folder.
+    one in its folder. One that resumes keeps its own settings, too, without --peers, unless --peer or --set says else.
     """
-    from opendiloco.settings import Flag, load_settings
+    from opendiloco.settings import Flag, load_settings, settings_to_resume
 
     state = _state(context, debug)
     given = {"--peers": ("swarm.peers", peers), "--run-id": ("run.id", run_id)}
     flags = [Flag(option, setting, value) for option, (setting, value) in given.items() if value not in (None, [])]
     settings = load_settings(run, peer, set_ or (), flags=flags)
     folder = out or Path("runs") / settings.contract.run.id
-    kept = folder / "run.toml"
-    if resume is not None and run is None and not settings.peer.swarm.peers and kept.is_file():
-        settings = load_settings(kept, peer, set_ or (), flags=flags)
+    if resume is not None:
+        settings = settings_to_resume(settings, folder, run, peer, set_ or (), flags=flags)
     state.log_file = folder / "log.txt"
     leave_with_launcher()
     from opendiloco.trainer import run_worker

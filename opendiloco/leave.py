@@ -117,10 +117,16 @@ def ends_at_second(numbers: Collection[int]) -> Iterator[None]:
         os.close(ours)
 
 
-class LeaveRequest:
-    """SIGINT or SIGTERM asks to leave in order: calling this says whether one came. A second one ends at once.
+def hang_up() -> tuple[signal.Signals, ...]:
+    """SIGHUP, which the end of a terminal sends, unless whoever started this process had it ignored (nohup)."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 
-    Python gives signals to the main thread only: in another one, no signal is taken.
+
+class LeaveRequest:
+    """SIGINT, SIGTERM or SIGHUP asks to leave in order: calling this says whether one came.
+
+    A second SIGINT or SIGTERM ends at once; of a terminal's end a process may hear more than once. Python gives signals
+    to the main thread only: in another one, no signal is taken.
     """
 
     def __init__(self) -> None:
@@ -136,6 +142,8 @@ class LeaveRequest:
         for number in mine:
             self._before[number] = signal.signal(number, self._ask)
         if mine:
+            for number in hang_up():
+                self._stack.callback(signal.signal, number, signal.signal(number, self._ask))
             self._stack.enter_context(ends_at_second(mine))
         return self
 
@@ -145,7 +153,10 @@ class LeaveRequest:
             signal.signal(number, handler or signal.SIG_DFL)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._asked:
+            return
         self._asked = True
         for again in self._before:
             signal.signal(again, signal.SIG_DFL)
-        logger.info("leaving in order (%s again: at once)", signal.Signals(number).name)
+        name = signal.Signals(number if number in self._before else signal.SIGTERM).name
+        logger.info("leaving in order (%s again: at once)", name)

@@ -19,6 +19,7 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import uvloop
@@ -279,8 +280,8 @@ def _clock_offset_s() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-async def _run(connection: Connection, memory: int) -> None:
-    """Answer the trainer's calls until it hangs up, a signal comes, or the daemon ends."""
+async def _run(connection: Connection, memory: int) -> NoReturn:
+    """Answer the trainer's calls until it hangs up, a signal comes, or the daemon ends; then end this process."""
     config, key_file, folder = connection.recv()  # from the process that started this one
     peer = PeerProcess(config, Identity.load_or_create(key_file), runtime_dir(), folder, memory)
     loop, parent = asyncio.get_running_loop(), os.getppid()
@@ -289,7 +290,9 @@ async def _run(connection: Connection, memory: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # nobody would clean up without the guard
     endings = {loop.create_task(answer_calls(connection, peer)), loop.create_task(peer.failed.wait())}
     try:
-        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        for ending in ended:
+            ending.result()
     finally:
         for ending in endings:
             ending.cancel()
@@ -297,6 +300,8 @@ async def _run(connection: Connection, memory: int) -> None:
         if os.getppid() != parent:
             logger.error("the guard of this process has been killed: this peer ends")
             shutil.rmtree(runtime_dir(), ignore_errors=True)
+    sys.stderr.flush()
+    os._exit(0)  # taking loop and interpreter apart costs seconds, complains of every stream, and somebody waits
 
 
 def main() -> None:
@@ -308,8 +313,6 @@ def main() -> None:
         handler.setFormatter(file_formatter())
         logging.getLogger().addHandler(handler)
         uvloop.run(_run(connection, int(sys.argv[2])))
-    sys.stderr.flush()
-    os._exit(0)  # taking the interpreter apart costs seconds of CPU, and somebody waits for this process
 
 
 if __name__ == "__main__":

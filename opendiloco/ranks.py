@@ -226,7 +226,7 @@ class Ranks:
 
     def _end_others(self) -> None:
         """End those that were left without an order to end, and kill those that do not even do that."""
-        for number in (signal.SIGINT, signal.SIGTERM) if self._others else ():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if self._others else ():
             signal.signal(number, signal.SIG_IGN)  # torchrun asks this process to end as soon as another one has
         for other in self._others.values():
             _send(other, signal.SIGUSR1)

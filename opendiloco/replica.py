@@ -79,8 +79,8 @@ def assist(ranks: Ranks) -> int:
     try:
         with ranks:
             ranks.open()
-            for number in (signal.SIGINT, signal.SIGTERM):  # the first process leaves in order, and needs the others
-                signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)  # the first process leaves in order, and needs the others
             _follow_orders(ranks)
     except SwarmError as error:
         logger.warning("process %d of this worker ends: %s", ranks.index, error)

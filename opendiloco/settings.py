@@ -105,6 +105,28 @@ def load_settings(
     return Settings(contract, peer, frozenset(explicit), has_run_file=run_toml is not None, options=options)
 
 
+def settings_to_resume(
+    asked: Settings,
+    folder: Path,
+    run_toml: Path | None,
+    peer_toml: Path | None,
+    overrides: Sequence[str],
+    *,
+    flags: Sequence[Flag],
+) -> Settings:
+    """The settings of a worker that goes on in its folder: those kept there, where `asked` for no file and no other.
+
+    Whom it joins is what it was asked for, now: with peers it takes the run contract from the swarm.
+    """
+    kept_run, kept_peer = folder / "run.toml", folder / "peer.toml"
+    if run_toml is None and not asked.peer.swarm.peers and kept_run.is_file():
+        run_toml = kept_run
+    if peer_toml is None and kept_peer.is_file():
+        peer_toml = kept_peer
+        flags = [*flags, Flag("--peers", "swarm.peers", list(asked.peer.swarm.peers))]
+    return load_settings(run_toml, peer_toml, overrides, flags=flags)
+
+
 def check_together(contract: Contract, peer: PeerConfig) -> None:
     """Checks across the run contract and a peer's own settings; raises SettingsError."""
     micro, batch = peer.compute.micro_batch_size, contract.inner.batch_size

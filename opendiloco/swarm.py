@@ -20,7 +20,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from opendiloco import guard
-from opendiloco.addresses import forget_addresses, write_addresses
+from opendiloco.addresses import AddressFiles
 from opendiloco.channel import Caller
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
@@ -95,15 +95,18 @@ class Swarm:
     def join(cls, config: SwarmConfig, folder: Path) -> Iterator[Self]:
         """An open swarm for a program of one's own; FOLDER/addresses is what others join through.
 
-        SIGINT or SIGTERM asks to leave in order. Before the training loop has begun they end the process (exit code
-        0).
+        SIGINT, SIGTERM or SIGHUP asks to leave in order. Before the training loop has begun they end the process, with
+        exit code 0.
         """
         leaving = LeaveRequest()
         try:
-            with leaving, cls(config, folder, leaving=leaving) as swarm:
-                forget_addresses(folder / "addresses")
+            with (
+                leaving,
+                cls(config, folder, leaving=leaving) as swarm,
+                AddressFiles(folder / "addresses") as addresses,
+            ):
                 swarm.open()
-                write_addresses(folder / "addresses", swarm.addresses)
+                addresses.write(swarm.addresses)
                 yield swarm
         except Leave as leave:
             raise SystemExit(str(leave) or 0) from None

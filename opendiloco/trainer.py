@@ -8,16 +8,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opendiloco.addresses import check_address_file, forget_addresses, write_addresses
-from opendiloco.checkpoint import CheckpointWriter, check_resume, checkpoints, load_checkpoint
+from opendiloco.addresses import AddressFiles
+from opendiloco.checkpoint import CheckpointWriter, check_resume, load_checkpoint
 from opendiloco.config import Contract
 from opendiloco.display import Display
-from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.errors import SwarmError
+from opendiloco.folder import EarlierLife, check_folder, check_owner
 from opendiloco.leave import Leave, LeaveRequest, ends_in_order, run
 from opendiloco.logs import setup_logging
 from opendiloco.metrics import MetricsLog
 from opendiloco.precheck import check_replica, check_texts
-from opendiloco.settings import Settings, load_settings, write_toml
+from opendiloco.settings import Settings, write_toml
 from opendiloco.swarm import Swarm
 from opendiloco.trackers import check_sinks, open_sinks
 
@@ -45,9 +46,8 @@ def run_worker(
             return assist(ranks)
         logger.info("a worker starts, in %s", out)
         check_before_network(settings, out, ranks, resume)
-        for file in (out / "addresses", address_file):
-            check_address_file(file)
-    leaving = LeaveRequest()
+        addresses = AddressFiles(out / "addresses", address_file)
+    leaving, life = LeaveRequest(), EarlierLife(out)
     with (
         ends_in_order(leaving),  # before the first inner step
         setup_logging(out / "log.txt", console=True),
@@ -55,28 +55,27 @@ def run_worker(
         leaving,
         Swarm(settings.peer.swarm, out, leaving=leaving) as swarm,
         MetricsLog(out / "metrics.jsonl", swarm.peer_id) as metrics,
+        addresses,  # no earlier: the files may be those of a living worker, whose key this one cannot use
     ):
-        address_files = (out / "addresses", address_file)
-        for file in address_files:
-            forget_addresses(file)  # no earlier: they may be those of a living worker, whose key this one cannot use
         write_toml(out / "peer.toml", settings.peer)  # a full disk is told before this peer is on the network
         # Seconds, while the network process starts. In a thread: an import that a signal interrupts may go on, or loop.
         run(lambda: import_module("opendiloco.worker"), leaving, name="imports")
         from opendiloco.worker import Worker
 
         swarm.open()
-        settings, has_brought_contract = agree_on_contract(settings, swarm, run_id)
+        settings, has_company = agree_on_contract(settings, swarm, run_id, kept=out if resume else None)
         check_owner(out, settings.contract)
         if leaving():
             raise Leave  # before others count on it
         checkpoint = load_checkpoint(resume, out, contract=settings.contract.digest) if resume is not None else None
         write_toml(out / "run.toml", settings.contract)
-        for file in address_files:
-            write_addresses(file, swarm.addresses)
         if checkpoint is not None:
             logger.info("resumes from the checkpoint of round %d", checkpoint.position.round)
-        elif has_brought_contract:
-            warn_of_earlier_life(out, resume)
+        elif not has_company:
+            life.begin_anew(settings.contract, resume)
+        elif resume is not None:
+            logger.info("--resume %s: %s holds no checkpoint yet, the swarm has the state", resume, out)
+        addresses.write(swarm.addresses)
         writer = CheckpointWriter(out / "checkpoints", keep=settings.peer.checkpoint.keep)
         with (
             Display(settings.contract) as display,
@@ -94,6 +93,8 @@ def run_worker(
                 checkpoint=checkpoint,
                 writer=writer,
             )
+            if worker.begins_run:  # others may have gone since
+                life.begin_anew(settings.contract, resume)
             worker.train()
             if leaving():
                 swarm.leave()  # before what may take long: nobody shall wait for this worker
@@ -118,62 +119,6 @@ def check_before_network(settings: Settings, out: Path, ranks: Ranks, resume: st
         check_replica(settings.contract, settings.peer.compute)
 
 
-def check_folder(out: Path) -> None:
-    """Raise SettingsError where a worker's folder holds a file in the place of one of its own folders, or a folder."""
-    for name in ("checkpoints", "model", "roundlog"):
-        if (out / name).exists() and not (out / name).is_dir():
-            raise SettingsError(f"--out {out} holds a file named {name}: move it, or name another folder")
-    for name in ("run.toml", "peer.toml", "metrics.jsonl", "log.txt"):
-        if (out / name).is_dir():
-            raise SettingsError(f"--out {out} holds a folder named {name}: move it, or name another folder")
-
-
-def check_owner(out: Path, contract: Contract) -> None:
-    """Raise SettingsError where a worker's folder holds what another run has left there: this one would replace it."""
-    kept = out / "run.toml"
-    if not kept.is_file() or not (_has_trained(out) or (out / "model").exists()):
-        return
-    try:
-        theirs = load_settings(kept).contract
-    except SettingsError:
-        return  # of another version: nothing can be said
-    if theirs.digest != contract.digest:
-        raise SettingsError(
-            f"--out {out} is the folder of a worker of run {theirs.run.id} with another contract "
-            f"({theirs.digest[:12]}, now {contract.digest[:12]}): name another folder; --resume latest without --run "
-            f"goes on with what is there"
-        )
-
-
-def _has_trained(out: Path) -> bool:
-    return bool(checkpoints(out / "checkpoints")) or any((out / "roundlog").glob("*"))
-
-
-def warn_of_earlier_life(out: Path, resume: str | None) -> None:
-    """Where a worker begins a run anew in a folder that has seen one: hardly ever what its user wants.
-
-    `--resume latest` is no mistake where there is nothing to resume: a service gives it at its first start too.
-    """
-    if not _has_trained(out):
-        if resume is not None:
-            logger.info("--resume %s: %s holds no checkpoint yet, this worker starts at round 0", resume, out)
-        return
-    found = checkpoints(out / "checkpoints")
-    newest = f" (newest checkpoint: {found[-1].name})" if found else ""
-    cure = (
-        "--resume latest to a checkpoint"
-        if found or resume is None
-        else f"--resume {resume} finds a checkpoint where checkpoint.every_rounds is above 0"
-    )
-    logger.warning(
-        "%s was a worker's folder before%s, and the run starts from the beginning all the same: --peers ADDRESS "
-        "goes back to workers that go on with it, %s",
-        out,
-        newest,
-        cure,
-    )
-
-
 def warn_of_long_warmup(contract: Contract) -> None:
     """Where a run is so short that little of it has the learning rate that was asked for."""
     steps = contract.run.rounds * contract.inner.steps
@@ -187,8 +132,13 @@ def warn_of_long_warmup(contract: Contract) -> None:
         )
 
 
-def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> tuple[Settings, bool]:
-    """Settings with the contract that this worker trains under: the swarm's, where it has one; and whether it has none.
+def agree_on_contract(
+    settings: Settings, swarm: Swarm, run_id: str | None, *, kept: Path | None = None
+) -> tuple[Settings, bool]:
+    """Settings with the contract that this worker trains under, the swarm's where it has one; and whether others do.
+
+    Args:
+        kept: a folder that --resume could go on with alone.
 
     Raises:
         SettingsError: the user asked for something else than the swarm's contract says.
@@ -204,17 +154,21 @@ def agree_on_contract(settings: Settings, swarm: Swarm, run_id: str | None) -> t
         logger.info("waiting up to %g s for a worker of run %s", limit_s, run_id or "(any)")
         theirs = swarm.find_contract(wanted, wait_s=limit_s)
     if theirs is not None:
-        logger.info("run %s: contract %s, taken from the swarm", theirs.run.id, theirs.digest[:12])
-        return settings.adopt(theirs), False
+        settings = settings.adopt(theirs)
+        others = not brings_contract or swarm.find_contract(theirs.run.id, wait_s=0.0) is not None
+        alone = "" if others else ", where none of its workers is left"
+        logger.info("run %s: contract %s, taken from the swarm%s", theirs.run.id, theirs.digest[:12], alone)
+        return settings, others
     if brings_contract:
         logger.info(
             "run %s: contract %s, brought by this worker", settings.contract.run.id, settings.contract.digest[:12]
         )
         warn_of_long_warmup(settings.contract)
-        return settings, True
+        return settings, False
     runs = swarm.runs()
     named = f"run {run_id}" if run_id else "any run"
-    others = f"; the swarm has runs {', '.join(runs)}" if runs else ""
-    raise SwarmError(
-        f"0 peers of {named}{others}: wait for a worker of the run to start, or start one here with --run RUN.toml"
-    )
+    there = f"; the swarm has runs {', '.join(runs)}" if runs else ""
+    cure = "wait for a worker of the run to start, or start one here with --run RUN.toml"
+    if kept is not None and (kept / "run.toml").is_file():
+        cure += f", or go on alone with what is in {kept} (--resume without --peers)"
+    raise SwarmError(f"0 peers of {named}{there}: {cure}")

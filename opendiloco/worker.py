@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,15 +23,9 @@ from opendiloco.flat import trainable_parameters
 from opendiloco.inner import InnerStepResult, learning_rate
 from opendiloco.leave import Leave
 from opendiloco.logs import NamedLogger
-from opendiloco.metrics import (
-    EvalEvent,
-    InnerStepEvent,
-    JoinEvent,
-    LeaveEvent,
-    MetricsLog,
-    WarningEvent,
-)
+from opendiloco.metrics import EvalEvent, JoinEvent, LeaveEvent, MetricsLog, WarningEvent
 from opendiloco.model import count_parameters, describe_size, save_model
+from opendiloco.phaselog import PhaseLog
 from opendiloco.ranks import Prepare, Ranks, Step, TakeOptimizer, TakeParameters, check_batch
 from opendiloco.replica import build_replica
 from opendiloco.report import RoundReport, round_event
@@ -68,7 +61,7 @@ class Worker:
             writer: takes this worker's checkpoints.
         """
         started = time.monotonic()
-        self.contract, self._compute, self._log = settings.contract, settings.peer.compute, settings.peer.log
+        self.contract, self._compute = settings.contract, settings.peer.compute
         self._metrics, self._leaving, self._display = metrics, leaving, display
         self._swarm, self._logger, self._ranks = swarm, NamedLogger(logger, name), ranks or Ranks()
         contract = self.contract
@@ -91,7 +84,9 @@ class Worker:
             contract, validation, swarm, compute=self._compute, end_id=end_id, report=self._report_evaluation
         )
         self._reports: list[RoundReport] = []
-        self._losses: list[float] = []
+        self._phase = PhaseLog(
+            metrics, settings.peer.log, self._logger, inner_steps=contract.inner.steps, display=display
+        )
         self._has_warned_of_shards = False
         self._resumed = checkpoint is not None
         self._every_rounds, self._writer = settings.peer.checkpoint.every_rounds, writer
@@ -113,15 +108,19 @@ class Worker:
         )
         self._read = self._stream.state_dict()  # how far the text is in the outer parameters
         self._checkpointed = self.optimizer.round
-        self._phase_started = time.monotonic()
         self._announce_join(time.monotonic() - started)
+
+    @property
+    def begins_run(self) -> bool:
+        """Whether this worker starts at round 0, with nobody who would be further."""
+        return self.optimizer.round == 0 and not self.optimizer.recovery.donors
 
     def train(self) -> None:
         """Train until the run's last round is committed, or until the user asks to leave."""
         reason = "finished"
-        self._phase_started = time.monotonic()
         try:
             self._evaluate()
+            self._phase.begin()
             while self.optimizer.round < self.contract.run.rounds:
                 self._leave_if_asked()
                 self.step()
@@ -175,8 +174,8 @@ class Worker:
         if not result.finite:
             self._go_back(result, step)
             return
-        self._losses.append(result.loss)
-        self._report_step(result, lr=lr, step=step, number=number, round=round)
+        seen = self._stream.tokens_seen
+        self._phase.step(result, lr=lr, round=round, number=number, global_step=step, tokens_seen=seen)
         self._evaluator.report_sums()
         if self._reports:
             outcome = self._reports[-1].outcome
@@ -188,51 +187,30 @@ class Worker:
             if outcome.verdict == "commit":
                 self._checkpoint()
                 self._evaluate()
-            self._phase_started = time.monotonic()
+            self._phase.begin()
 
     def _go_back(self, result: InnerStepResult, step: int) -> None:
         """Bad numbers do not leave this worker: it goes on from the swarm's parameters."""
         reason = f"loss {result.loss} with gradient norm {result.grad_norm} at inner step {step}"
         self._warn(f"{reason}: this worker's part of the round is dropped ({BAD_NUMBERS_CURE})")
         self.optimizer.drop_phase(reason)
-        self._losses.clear()
-        self._phase_started = time.monotonic()
+        self._phase.begin()
 
     def _warn(self, message: str) -> None:
         self._logger.warning(message)
         self._metrics.write(WarningEvent(message=message))
 
-    def _report_step(self, result: InnerStepResult, *, lr: float, step: int, number: int, round: int) -> None:
-        step_s = (time.monotonic() - self._phase_started) / len(self._losses)
-        tokens_per_s = result.tokens / max(step_s, 1e-9)
-        if self._display is not None:
-            self._display.inner_step(round, number, loss=result.loss, tokens_per_s=tokens_per_s)
-        if number % self._log.every_steps == 0:
-            self._metrics.write(
-                InnerStepEvent(
-                    round=round,
-                    inner_step=number,
-                    global_inner_step=step,
-                    loss=result.loss,
-                    lr=lr,
-                    grad_norm=result.grad_norm,
-                    tokens_seen=self._stream.tokens_seen,
-                    tokens_per_s=tokens_per_s,
-                )
-            )
-
     # --- between rounds ----------------------------------------------------------------------------------
 
     def _write_rounds(self) -> None:
         """Metrics and log of the attempts at the round that has just ended."""
-        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
+        loss = self._phase.loss
         for report in self._reports:
             if report.params_hash is None:
                 self._write_round(report, loss)
             else:  # in the thread that hashes, when it is done
                 report.params_hash.add_done_callback(partial(self._write_hashed_round, report, loss))
         self._reports.clear()
-        self._losses.clear()
 
     def _warn_of_few_shards(self, workers: int) -> None:
         if workers > self._stream.shards and not self._has_warned_of_shards:

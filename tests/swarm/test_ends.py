@@ -168,22 +168,28 @@ def test_killed_bootstrap_peer_without_a_folder_leaves_nothing(commands: Command
     wait_until(lambda: set(temporary.glob("opendiloco*")) <= before, "its files are gone", limit_s=CLEAN_LIMIT_S)
 
 
-@pytest.mark.parametrize("to_helpers", [None, signal.SIGTERM, signal.SIGINT], ids=["alone", "service", "group"])
+@pytest.mark.parametrize(
+    ("number", "to_helpers"),
+    [(signal.SIGHUP, None), (signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)],
+    ids=["terminal", "service", "group"],
+)
 def test_worker_in_the_middle_of_its_training_leaves_in_order_when_asked(
-    commands: Commands, wait_until: WaitUntil, to_helpers: signal.Signals | None
+    commands: Commands, wait_until: WaitUntil, number: signal.Signals, to_helpers: signal.Signals | None
 ) -> None:
     """Whoever stops a service may signal its network process and its daemon at the same time."""
     worker = commands.worker(contract=commands.contract(rounds=100_000), sets=["checkpoint.every_rounds=1000"])
     wait_until(lambda: worker.events("round") or worker.popen.poll() is not None, "it has trained a round")
     for helper in worker.below() if to_helpers else ():
         helper.send_signal(to_helpers)
-    worker.popen.send_signal(signal.SIGTERM)
+    assert (worker.folder / "addresses").exists()
+    worker.popen.send_signal(number)
     assert worker.wait(LEAVE_LIMIT_S) == 0, worker.errors
     assert len(list((worker.folder / "checkpoints").glob("round-*"))) == 1
     last = worker.events()[-1]
     assert (last["event"], last["reason"]) == ("leave", "asked to leave")
     assert last["round"] == worker.events("round")[-1]["round"]
     assert (worker.folder / "model" / "model.safetensors").is_file()
+    assert not (worker.folder / "addresses").exists()  # or others would try them
 
 
 def test_worker_whose_network_process_is_frozen_ends_when_asked(commands: Commands, wait_until: WaitUntil) -> None:

@@ -155,6 +155,7 @@ def test_ctrl_c_ends_a_command_that_is_no_peer_with_130(behind: Behind, capsys: 
     [
         ("train", signal.SIGTERM, 0),
         ("train", signal.SIGINT, 0),
+        ("train", signal.SIGHUP, 0),
         ("bootstrap", signal.SIGTERM, 0),
         ("simulate", signal.SIGTERM, -signal.SIGTERM),
     ],
@@ -221,6 +222,26 @@ def test_train_that_resumes_by_itself_takes_the_settings_of_its_folder(
     (((settings, _), _),) = calls
     assert settings.has_run_file == takes
     assert settings.contract.run.rounds == (77 if takes else Contract().run.rounds)
+
+
+@pytest.mark.parametrize("peers", [[], [B]])
+def test_train_that_resumes_keeps_its_own_settings_but_for_whom_it_joins(
+    behind: Behind, tmp_path: Path, peers: list[str]
+) -> None:
+    calls = behind("trainer", "run_worker")
+    kept = f'[swarm]\npeers = ["{A}"]\nheartbeat_s = 1.0\n[checkpoint]\nevery_rounds = 3\nkeep = 5\n'
+    (tmp_path / "peer.toml").write_text(kept)
+    options = ["--resume", "latest", "--set", "checkpoint.keep=7", *(["--peers", *peers] if peers else [])]
+    assert main(["train", "--out", str(tmp_path), *options]) == 0
+    (((settings, _), _),) = calls
+    peer = settings.peer
+    assert (peer.swarm.heartbeat_s, peer.checkpoint.every_rounds, peer.checkpoint.keep) == (1.0, 3, 7)
+    assert peer.swarm.peers == tuple(peers)
+    other = tmp_path / "other.toml"
+    other.write_text("[checkpoint]\nevery_rounds = 9\n")
+    assert main(["train", "--out", str(tmp_path), *options, "--peer", str(other)]) == 0
+    assert calls[1][0][0].peer.checkpoint.every_rounds == 9
+    assert calls[1][0][0].peer.swarm.heartbeat_s != 1.0
 
 
 def test_bootstrap_hands_on_its_addresses(behind: Behind) -> None:

@@ -15,8 +15,8 @@ presets pretrained trained model generation separation loss compute lossscale op
 evaluate harness export ranks replica averager contribution
 membership tally agreement wire connect pace reducer allreduce lobby donor fetcher forks spare recovery
 heartbeat sight presence rendezvous groups participation channel network swarm
-bootstrap report schedule loop standing diloco callback display evaluator worker
-trainer plan simulate processes demo cli __main__ __init__
+bootstrap report schedule loop standing diloco callback display evaluator phaselog worker
+folder trainer plan simulate processes demo cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups"}
 NEEDS_NO_TORCH = {

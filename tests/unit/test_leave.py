@@ -55,6 +55,25 @@ def test_a_second_signal_ends_a_process_whose_main_thread_is_in_one_long_call(
         assert stuck.wait(20) == 128 + number
 
 
+def test_the_end_of_a_terminal_asks_to_leave_however_often_it_is_told() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with LeaveRequest() as leaving:
+        for _ in range(2):  # the kernel tells it, and the shell again
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert leaving()
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_who_is_to_outlive_the_terminal_does_not_hear_of_its_end() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with LeaveRequest() as leaving:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not leaving()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_what_takes_long_is_left_to_itself_once_somebody_asks() -> None:
     goes_on = threading.Event()
     with LeaveRequest() as leaving:

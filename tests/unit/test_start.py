@@ -23,36 +23,15 @@ from torch import nn
 from opendiloco import trainer
 from opendiloco.addresses import check_address_file, write_addresses
 from opendiloco.config import Contract, DataConfig, InnerConfig, PeerConfig, RunConfig, SwarmConfig
-from opendiloco.errors import SettingsError
+from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.evaluate import validation_loss
 from opendiloco.leave import Leave
 from opendiloco.metrics import MetricsLog
 from opendiloco.ranks import Ranks
 from opendiloco.settings import Settings, write_toml
 from opendiloco.text import check_source
-from opendiloco.trainer import (
-    agree_on_contract,
-    check_folder,
-    check_owner,
-    warn_of_earlier_life,
-    warn_of_long_warmup,
-)
+from opendiloco.trainer import agree_on_contract, warn_of_long_warmup
 from opendiloco.worker import Worker
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "model", "roundlog"])
-def test_a_file_in_the_place_of_a_folder_is_named_before_training(tmp_path: Path, name: str) -> None:
-    check_folder(tmp_path)
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(SettingsError, match=f"holds a file named {name}: move it"):
-        check_folder(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["run.toml", "peer.toml", "metrics.jsonl", "log.txt"])
-def test_a_folder_in_the_place_of_a_file_is_named_before_training(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    with pytest.raises(SettingsError, match=f"holds a folder named {name}: move it"):
-        check_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,49 +83,6 @@ def test_leaving_ends_a_validation_between_two_batches_and_the_model_trains_on()
     with pytest.raises(Leave):
         validation_loss(model, [torch.zeros(1, 4, dtype=torch.int64)], between=leave)
     assert model.training
-
-
-@pytest.mark.parametrize(
-    ("resume", "kept", "line"),
-    [
-        (None, (), ""),
-        (
-            None,
-            ("checkpoints/round-000012/meta.json",),
-            r"before \(newest checkpoint: round-000012\), and",
-        ),
-        (
-            None,
-            ("roundlog/round-3",),
-            "was a worker's folder before, and the run starts from the beginning",
-        ),
-        (
-            "latest",
-            ("roundlog/round-3",),
-            "--resume latest finds a checkpoint where checkpoint.every_rounds is above 0",
-        ),
-        ("latest", (), ""),
-    ],
-)
-def test_a_run_that_begins_anew_in_a_used_folder_says_so(
-    resume: str | None, kept: tuple[str, ...], line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name in kept:
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text("{}")
-    warn_of_earlier_life(tmp_path, resume)
-    assert len(caplog.messages) == bool(line)
-    assert re.search(line, " ".join(caplog.messages))
-
-
-def test_a_service_that_always_resumes_begins_at_its_first_start_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    warn_of_earlier_life(tmp_path, "latest")
-    (record,) = caplog.records
-    assert record.levelno == logging.INFO
-    assert record.message == f"--resume latest: {tmp_path} holds no checkpoint yet, this worker starts at round 0"
 
 
 @pytest.fixture
@@ -249,18 +185,6 @@ def test_work_of_another_run_and_a_missing_checkpoint_are_told_before_the_networ
     assert f"--resume {missing}: {missing} is no checkpoint: " in before_network(Contract(), resume=str(missing))
 
 
-def test_a_folder_with_the_work_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    mine, other = Contract(), Contract(run=RunConfig(id="other"))
-    check_owner(tmp_path, mine)
-    write_toml(tmp_path / "run.toml", other)
-    check_owner(tmp_path, mine)  # nothing came of that start
-    (tmp_path / "roundlog").mkdir()
-    (tmp_path / "roundlog" / "round-3").write_text("")
-    check_owner(tmp_path, other)
-    with pytest.raises(SettingsError, match=r"folder of a worker of run other with another contract .*--resume latest"):
-        check_owner(tmp_path, mine)
-
-
 @pytest.mark.parametrize(("run_id", "named"), [("later", "later"), (None, "(any)")])
 def test_joiner_says_how_long_it_waits_for_which_run_before_it_waits(
     run_id: str | None, named: str, caplog: pytest.LogCaptureFixture
@@ -279,8 +203,8 @@ def test_joiner_says_how_long_it_waits_for_which_run_before_it_waits(
     address = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
     peer = PeerConfig(swarm=SwarmConfig(peers=(address,), startup_timeout_s=7.5))
     swarm = cast(Any, SimpleNamespace(find_contract=find_contract))
-    found, has_brought_contract = agree_on_contract(Settings(Contract(), peer), swarm, run_id)
-    assert (found.contract, has_brought_contract) == (theirs, False)
+    found, has_company = agree_on_contract(Settings(Contract(), peer), swarm, run_id)
+    assert (found.contract, has_company) == (theirs, True)
     assert heard == [[f"waiting up to 7.5 s for a worker of run {named}"]]
 
 
@@ -311,6 +235,31 @@ def test_who_brings_a_contract_compares_it_also_with_that_of_a_run_without_worke
     with pytest.raises(SettingsError, match="leave out --run"):
         agree_on_contract(replace(mine, has_run_file=True), swarm, None)
     assert asked == [False]
+
+
+@pytest.mark.parametrize("is_inhabited", [True, False])
+def test_who_brings_the_contract_of_a_run_is_told_whether_anybody_is_left_in_it(
+    is_inhabited: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def find_contract(_: str | None, *, wait_s: float, with_workers: bool = True) -> Contract | None:
+        return Contract() if is_inhabited or not with_workers else None
+
+    swarm, mine = cast(Any, SimpleNamespace(find_contract=find_contract)), Settings(Contract(), PeerConfig())
+    assert agree_on_contract(mine, swarm, None) == (mine, is_inhabited)
+    assert caplog.messages[0].endswith(", where none of its workers is left") != is_inhabited
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_who_finds_nobody_is_told_of_the_folder_that_it_could_go_on_with(tmp_path: Path, resumes: bool) -> None:
+    write_toml(tmp_path / "run.toml", Contract())
+    address = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
+    peer = PeerConfig(swarm=SwarmConfig(peers=(address,)))
+    swarm = cast(Any, SimpleNamespace(find_contract=lambda *_, **__: None, runs=list))
+    with pytest.raises(SwarmError, match=r"0 peers of any run: .* --run RUN\.toml") as caught:
+        agree_on_contract(Settings(Contract(), peer), swarm, None, kept=tmp_path if resumes else None)
+    assert (f"go on alone with what is in {tmp_path} (--resume without --peers)" in str(caught.value)) == resumes
 
 
 def test_processes_of_a_worker_meet_before_its_text_is_opened(tmp_path: Path) -> None:
