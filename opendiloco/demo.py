@@ -55,11 +55,8 @@ def _run(options: argparse.Namespace, console: Console, stack: contextlib.ExitSt
     settings = _settings(options)
     out = _fresh_folder(options.out)
     write_toml(out / "run.toml", settings.contract)
-    console.print(
-        f"1 bootstrap peer and {options.workers} workers in {out} (logs and metrics of each in its folder)",
-        highlight=False,
-        soft_wrap=True,
-    )
+    started = f"1 bootstrap peer and {options.workers} worker{'s' * (options.workers != 1)} in {out}"
+    console.print(f"{started} (logs and metrics of each in its folder)", highlight=False, soft_wrap=True)
     processes = Processes(out)
     stack.callback(processes.stop)
     addresses = _start_bootstrap(processes, out / "bootstrap.addr")
@@ -187,7 +184,8 @@ def _watch(
                 reader.read()
             if not have_joined and all(_of(reader.events, "join") for reader in readers):
                 have_joined = True
-                console.print(f"all {len(workers)} workers have joined and train", highlight=False)
+                joined = "has joined and trains" if len(workers) == 1 else "have joined and train"
+                console.print(f"{_all_of(len(workers))} {joined}", highlight=False)
             narrator = next((index for index, worker in enumerate(workers) if not worker.is_lost), 0)
             alive = {_peer(reader) for worker, reader in zip(workers, readers, strict=True) if worker.is_running}
             for event in _unseen(readers[narrator].events, shown):
@@ -199,9 +197,8 @@ def _watch(
                 shown.append(event)
             if console.is_terminal:
                 table = _table(workers, readers, rounds, inner_steps)
-                live.update(
-                    Group(table, Text(_starting(workers, readers), no_wrap=True, overflow="ellipsis")), refresh=True
-                )
+                starting = Text(_starting(workers, readers), no_wrap=True, overflow="ellipsis")
+                live.update(Group(table, starting), refresh=True)
             for worker in (worker for worker in workers if worker.is_lost and worker.name not in lost):
                 lost.add(worker.name)
                 if len(lost) == len(workers) or not any(_committed(reader.events) for reader in readers):
@@ -262,14 +259,19 @@ def _starting(workers: list[Process], readers: list[MetricsReader]) -> str:
 
 def _round_line(event: dict[str, Any], told: list[dict[str, Any]]) -> str:
     """One attempt at a round, as one worker saw it, with the mean loss of those who have `told` of its commit."""
+    count = len(event["participants"])
     tokens = sum(one["tokens"] for one in told if one["loss"] is not None)
     loss = sum(one["loss"] * one["tokens"] / tokens for one in told if one["loss"] is not None and tokens)
     return (
-        f"round {event['round']} | {len(event['participants'])} workers | "
+        f"round {event['round']} | {count} worker{'s' * (count != 1)} | "
         + (f"loss {loss:.3f} | " if tokens else "")
         + f"inner {event['inner_s']:.1f} s, wait {event['wait_s']:.1f} s, rendezvous {event['rendezvous_s']:.2f} s, "
         f"all-reduce {event['allreduce_s']:.2f} s | {event['verdict']} | replica {str(event['params_hash'])[:12]}"
     )
+
+
+def _all_of(workers: int) -> str:
+    return {1: "the worker", 2: "both workers"}.get(workers, f"all {workers} workers")
 
 
 def _summarize(workers: list[Process], events: list[list[dict[str, Any]]], rounds: int, console: Console) -> int:
@@ -285,7 +287,7 @@ def _summarize(workers: list[Process], events: list[list[dict[str, Any]]], round
     tokens = sum(event["tokens"] for of_worker in committed for event in of_worker)
     elapsed_s = max(event["time"] for event in everything) - min(event["time"] for event in everything)
     console.print(f"validation loss    {evaluations[0]['loss']:.3f} before, {evaluations[-1]['loss']:.3f} after")
-    console.print(f"rounds             {fewest} of {rounds} committed by all {len(survivors)} workers", end="")
+    console.print(f"rounds             {fewest} of {rounds} committed by {_all_of(len(survivors))}", end="")
     lost = ", ".join(worker.name for worker in workers if worker.is_lost)
     console.print(f" that stayed ({lost} lost)" if lost else "")
     console.print(f"bytes per round    {sum(moved) / max(1, len(moved)) / 1e6:.2f} MB per worker, sent plus received")

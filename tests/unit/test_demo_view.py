@@ -16,7 +16,7 @@ from rich.console import Console
 
 from opendiloco import demo
 from opendiloco.cli import app
-from opendiloco.demo import _parse, _passed_on, _round_line, _starting, _table, _unseen, _watch, main
+from opendiloco.demo import _parse, _passed_on, _round_line, _starting, _summarize, _table, _unseen, _watch, main
 from opendiloco.errors import SwarmError
 from opendiloco.metrics import MetricsReader
 from opendiloco.processes import Process
@@ -115,9 +115,35 @@ def test_the_line_of_a_round_waits_a_little_for_the_losses_of_the_others(
 
     monkeypatch.setattr(demo, "time", SimpleNamespace(time=lambda: now_s, sleep=sleep))
     _watch(workers, [MetricsReader(worker.folder / "metrics.jsonl") for worker in workers], 8, 40, console)
-    assert lines_at[10.5] == "all 2 workers have joined and train\n"
+    assert lines_at[10.5] == "both workers have joined and train\n"
     assert f"loss {loss} | " in lines_at[10.0 + min(tells_after_s, demo.TELL_LIMIT_S)]
     assert output.getvalue().count("round 1") == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "round", "joined", "committed"),
+    [
+        ("a", "round 1 | 1 worker | ", "the worker has joined and trains", "by the worker\n"),
+        ("ab", "round 1 | 2 workers | ", "both workers have joined and train", "by both workers\n"),
+        ("abc", "round 1 | 3 workers | ", "all 3 workers have joined and train", "by all 3 workers\n"),
+    ],
+)
+def test_one_two_and_more_workers_have_their_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, round: str, joined: str, committed: str
+) -> None:
+    workers = [ended(tmp_path / name, "pass") for name in names]
+    for worker in workers:
+        evaluation = {"event": "eval", "round": 0, "tokens": 1, "loss": 1.0, "time": 9.0}
+        join = {"event": "join", "peer": worker.name, "time": 9.0}
+        tell(worker, join, evaluation, {**commit(worker.name, 2.0), "participants": list(names)})
+    readers = [MetricsReader(worker.folder / "metrics.jsonl") for worker in workers]
+    monkeypatch.setattr(demo, "_show_sample", lambda *_: True)
+    console = Console(file=io.StringIO(), width=200)
+    _watch(workers, readers, 1, 40, console)
+    assert _summarize(workers, [reader.events for reader in readers], 1, console) == 0
+    output = cast(io.StringIO, console.file).getvalue()
+    assert output.startswith(f"{joined}\n{round}")
+    assert f"rounds             1 of 1 committed {committed}" in output
 
 
 def test_a_worker_that_is_lost_stands_in_the_table_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
