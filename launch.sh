@@ -11,7 +11,10 @@ usage() {
     cat <<'END'
 ./launch.sh [--workers N] [--rounds N] [--out DIR] [options of every worker]
                                 a local swarm that trains on the embedded corpus
-                                (default: 3 workers, 8 outer rounds, runs/demo)
+                                (default: 3 workers, 8 outer rounds, runs/demo);
+                                it replaces what an earlier one left in DIR.
+                                Of every worker: --set SECTION.KEY=VALUE,
+                                --peer PEER.toml, --run-id NAME, --debug
 ./launch.sh test [pytest args]  format, lint, types and all tests; with arguments only pytest
 ./launch.sh bench NAME [args]   one benchmark; without NAME: their names
 ./launch.sh COMMAND ...         opendiloco COMMAND: train, bootstrap, simulate, eval, generate, export, settings, version

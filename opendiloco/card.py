@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from opendiloco.config import Contract, DataConfig
+from opendiloco.config import Contract, DataConfig, ModelConfig
 from opendiloco.facts import RunFacts, Validation, read_facts
 from opendiloco.rounds import Position
 
@@ -72,8 +72,8 @@ def model_card(contract: Contract, position: Position | None, facts: RunFacts, *
         "each worker trains a replica of its own, and once a round all of them average what they changed."
     )
     parts = [_header(contract), title, _loading(), "## Training", _table(_training(contract, position, facts))]
-    inner_outer = _table([*_model(contract, weights), *_optimizers(contract)])
-    parts += ["## Settings", inner_outer, *_validation(contract.data, facts)]
+    settings = _table([*_model(contract, weights), *_trained(contract.model), *_optimizers(contract)])
+    parts += ["## Settings", settings, *_validation(contract.data, facts)]
     if position is not None:
         parts.append(_verification(position))
     parts += [
@@ -135,6 +135,23 @@ def _model(contract: Contract, weights: str) -> list[tuple[str, str]]:
         ("tokenizer", _place(data.tokenizer)),
         ("sequences", f"{data.seq_len:,} tokens"),
     ]
+
+
+def _trained(model: ModelConfig) -> list[tuple[str, str]]:
+    """What the parameters started from and which of them were trained, where that is not the ordinary."""
+    rows = []
+    if model.start == "random":
+        rows.append(("started from", "seeded random values"))
+    elif model.start:
+        place = model.start if _is_on_hub(model.start) else Path(model.start).name  # strangers get no paths
+        rows.append(("started from", f"the weights of {_code(place)}"))
+    if model.lora_rank:
+        on = ", ".join(map(_code, model.lora_targets)) or "all linear layers but the output head"
+        sizes = f"rank {model.lora_rank:,}, alpha {model.lora_alpha:,}"
+        rows.append(("trained", f"LoRA adapters alone ({sizes}) on {on}; they are added to the weights here"))
+    if model.frozen:
+        rows.append(("not trained (frozen)", ", ".join(map(_code, model.frozen))))
+    return rows
 
 
 def _optimizers(contract: Contract) -> list[tuple[str, str]]:

@@ -127,17 +127,17 @@ def _round(path: Path) -> int:
 
 
 def load_checkpoint(resume: str, out: Path, *, contract: str, option: str = "--resume") -> Checkpoint | None:
-    """The checkpoint that `option` names: a folder, or `latest` for the newest in OUT (None if there is none).
+    """The checkpoint that `option` names: a folder, a name in OUT, or `latest` for the newest there (None without any).
 
     One that is damaged, or another run's, is passed over where there is an older one.
 
     Raises:
         SettingsError: there is no such checkpoint, none is whole, or it belongs to another run contract.
     """
-    check_resume(resume, option=option)
+    check_resume(resume, out, option=option)
     asked = f"{option} {resume}"
     if resume != "latest":
-        return _load(Path(resume), asked, contract)
+        return _load(_meant(resume, out), asked, contract)
     found = checkpoints(out / "checkpoints")
     for older, path in reversed(list(zip([None, *found], found, strict=False))):
         try:
@@ -149,10 +149,10 @@ def load_checkpoint(resume: str, out: Path, *, contract: str, option: str = "--r
     return None
 
 
-def check_resume(resume: str, *, option: str = "--resume") -> None:
-    """Raise SettingsError, without reading it, where `option` names a folder that is no checkpoint."""
-    path = Path(resume)
+def check_resume(resume: str, out: Path | None = None, *, option: str = "--resume") -> None:
+    """Raise SettingsError, without reading it, where `option` names what is no checkpoint, here or in OUT if given."""
     try:
+        path = _meant(resume, out)
         if resume == "latest" or (path / _META).is_file():
             return
         there = ", ".join(found.name for found in checkpoints(path.parent)) or "none"
@@ -164,6 +164,12 @@ def check_resume(resume: str, *, option: str = "--resume") -> None:
         f"{option} {resume}: {path} is no checkpoint: name a folder checkpoints/round-NNNNNN "
         f"(in {path.parent}: {there})"
     )
+
+
+def _meant(name: str, out: Path | None) -> Path:
+    """The folder of that name; a bare name that is no folder here is one of OUT's checkpoints."""
+    path = Path(name)
+    return path if out is None or path.name != name or path.is_dir() else out / "checkpoints" / name
 
 
 class _UnusableError(SettingsError):

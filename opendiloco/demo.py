@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import difflib
 import os
 import shutil
 import signal
@@ -23,7 +23,7 @@ from rich.text import Text
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.metrics import MetricsReader
 from opendiloco.processes import Process, Processes
-from opendiloco.settings import load_settings, write_toml
+from opendiloco.settings import Flag, Settings, load_settings, write_toml
 
 BOOTSTRAP_LIMIT_S = 60.0
 POLL_S = 0.25
@@ -37,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A worker that dies once training has begun is the swarm's to survive: the others go on, and are judged.
     """
-    options, worker_arguments = _parse(argv)
     console = Console(stderr=True)
     try:
+        options = _parse(argv)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_interruptible())
-            return _run(options, worker_arguments, console, stack)
+            return _run(options, console, stack)
     except KeyboardInterrupt:
         console.print("stopped; everything it started has ended")
         return 0
@@ -51,24 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _run(options: argparse.Namespace, extra: list[str], console: Console, stack: contextlib.ExitStack) -> int:
+def _run(options: argparse.Namespace, console: Console, stack: contextlib.ExitStack) -> int:
+    settings = _settings(options)
     out = _fresh_folder(options.out)
-    overrides = [*DEFAULTS, f"run.rounds={options.rounds}", f"rounds.start_peers={options.workers}"]
-    overrides += [value for flag, value in itertools.pairwise(extra) if flag == "--set"]
-    settings = load_settings(None, None, overrides)
     write_toml(out / "run.toml", settings.contract)
-    console.print(
-        f"1 bootstrap peer and {options.workers} workers in {out} (logs and metrics of each in its folder)",
-        highlight=False,
-        soft_wrap=True,
-    )
+    started = f"1 bootstrap peer and {options.workers} worker{'s' * (options.workers != 1)} in {out}"
+    console.print(f"{started} (logs and metrics of each in its folder)", highlight=False, soft_wrap=True)
     processes = Processes(out)
     stack.callback(processes.stop)
     addresses = _start_bootstrap(processes, out / "bootstrap.addr")
     threads = max(1, (os.cpu_count() or 1) // options.workers)
     workers = []
     for index in range(options.workers):
-        arguments = ["train", "--peers", *addresses, "--set", f"compute.threads={threads}", *extra]
+        arguments = ["train", "--peers", *addresses, "--set", f"compute.threads={threads}", *_passed_on(options)]
         if index == 0:  # brings the run contract; the others take it from the swarm
             arguments += ["--run", str(out / "run.toml")]
         workers.append(processes.start(f"worker-{index}", arguments))
@@ -77,25 +72,62 @@ def _run(options: argparse.Namespace, extra: list[str], console: Console, stack:
     return _summarize(workers, [reader.events for reader in readers], options.rounds, console)
 
 
-def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="launch.sh",
         allow_abbrev=False,
+        exit_on_error=False,
         description="Start a local swarm that trains a small Llama on the source text of Python's standard library.",
-        epilog="Other arguments go to every worker, for example --set inner.steps=20. "
-        "Other commands: launch.sh test | bench NAME | COMMAND (see launch.sh --help).",
+        epilog="Other commands: launch.sh test | bench NAME | COMMAND (see launch.sh --help).",
     )
-    parser.add_argument("--workers", type=_positive, default=3, metavar="K", help="workers to start (default 3)")
-    parser.add_argument("--rounds", type=_positive, default=8, metavar="N", help="outer rounds to train (default 8)")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default runs/demo")
-    return parser.parse_known_args(argv)
+    add = parser.add_argument
+    add("--workers", type=_positive, default=3, metavar="K", help="workers to start (default 3)")
+    add("--rounds", type=_positive, default=8, metavar="N", help="outer rounds to train (default 8)")
+    place = "folder of the demo, which replaces what an earlier demo left there (default runs/demo)"
+    add("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help=place)
+    pass_on = parser.add_argument_group("options of every worker, as those of launch.sh train").add_argument
+    pass_on("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting")
+    pass_on("--peer", type=Path, metavar="PEER.toml", help="the workers' own settings")
+    pass_on("--run-id", metavar="NAME", help="name of the run (default demo)")
+    pass_on("--debug", action="store_true", help="print the traceback of an unexpected error")
+    try:
+        options, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise SettingsError(f"{str(error).removeprefix('argument ')}: see ./launch.sh --help") from None
+    if unknown:
+        given = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(given, [f"--{name.replace('_', '-')}" for name in vars(options)], cutoff=0.8)
+        cure = f"did you mean {near[0]}? " if near else ""
+        raise SettingsError(f"{given} is no option of the demo: {cure}see ./launch.sh --help")
+    return options
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    """The workers' settings; SettingsError for what they would end with, before anything is removed or started."""
+    overrides = [*DEFAULTS, f"run.rounds={options.rounds}", f"rounds.start_peers={options.workers}", *options.set]
+    flags = [Flag("--run-id", "run.id", options.run_id)] if options.run_id is not None else []
+    settings = load_settings(None, options.peer, overrides, flags=flags)
+    if options.set or options.peer is not None:
+        from opendiloco.precheck import check_replica, check_texts  # seconds of importing
+
+        check_texts(settings.contract.data)
+        check_replica(settings.contract, settings.peer.compute)
+    return settings
+
+
+def _passed_on(options: argparse.Namespace) -> list[str]:
+    """What every worker gets of the demo's command line."""
+    arguments = [part for value in options.set for part in ("--set", value)]
+    arguments += ["--peer", str(options.peer)] if options.peer is not None else []
+    arguments += ["--run-id", options.run_id] if options.run_id is not None else []
+    return arguments + ["--debug"] * options.debug
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a count of at least 1")
-    return number
+    with contextlib.suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a count of at least 1")
 
 
 def _fresh_folder(out: Path) -> Path:
@@ -152,7 +184,8 @@ def _watch(
                 reader.read()
             if not have_joined and all(_of(reader.events, "join") for reader in readers):
                 have_joined = True
-                console.print(f"all {len(workers)} workers have joined and train", highlight=False)
+                joined = "has joined and trains" if len(workers) == 1 else "have joined and train"
+                console.print(f"{_all_of(len(workers))} {joined}", highlight=False)
             narrator = next((index for index, worker in enumerate(workers) if not worker.is_lost), 0)
             alive = {_peer(reader) for worker, reader in zip(workers, readers, strict=True) if worker.is_running}
             for event in _unseen(readers[narrator].events, shown):
@@ -164,9 +197,8 @@ def _watch(
                 shown.append(event)
             if console.is_terminal:
                 table = _table(workers, readers, rounds, inner_steps)
-                live.update(
-                    Group(table, Text(_starting(workers, readers), no_wrap=True, overflow="ellipsis")), refresh=True
-                )
+                starting = Text(_starting(workers, readers), no_wrap=True, overflow="ellipsis")
+                live.update(Group(table, starting), refresh=True)
             for worker in (worker for worker in workers if worker.is_lost and worker.name not in lost):
                 lost.add(worker.name)
                 if len(lost) == len(workers) or not any(_committed(reader.events) for reader in readers):
@@ -227,14 +259,19 @@ def _starting(workers: list[Process], readers: list[MetricsReader]) -> str:
 
 def _round_line(event: dict[str, Any], told: list[dict[str, Any]]) -> str:
     """One attempt at a round, as one worker saw it, with the mean loss of those who have `told` of its commit."""
+    count = len(event["participants"])
     tokens = sum(one["tokens"] for one in told if one["loss"] is not None)
     loss = sum(one["loss"] * one["tokens"] / tokens for one in told if one["loss"] is not None and tokens)
     return (
-        f"round {event['round']} | {len(event['participants'])} workers | "
+        f"round {event['round']} | {count} worker{'s' * (count != 1)} | "
         + (f"loss {loss:.3f} | " if tokens else "")
         + f"inner {event['inner_s']:.1f} s, wait {event['wait_s']:.1f} s, rendezvous {event['rendezvous_s']:.2f} s, "
         f"all-reduce {event['allreduce_s']:.2f} s | {event['verdict']} | replica {str(event['params_hash'])[:12]}"
     )
+
+
+def _all_of(workers: int) -> str:
+    return {1: "the worker", 2: "both workers"}.get(workers, f"all {workers} workers")
 
 
 def _summarize(workers: list[Process], events: list[list[dict[str, Any]]], rounds: int, console: Console) -> int:
@@ -250,7 +287,7 @@ def _summarize(workers: list[Process], events: list[list[dict[str, Any]]], round
     tokens = sum(event["tokens"] for of_worker in committed for event in of_worker)
     elapsed_s = max(event["time"] for event in everything) - min(event["time"] for event in everything)
     console.print(f"validation loss    {evaluations[0]['loss']:.3f} before, {evaluations[-1]['loss']:.3f} after")
-    console.print(f"rounds             {fewest} of {rounds} committed by all {len(survivors)} workers", end="")
+    console.print(f"rounds             {fewest} of {rounds} committed by {_all_of(len(survivors))}", end="")
     lost = ", ".join(worker.name for worker in workers if worker.is_lost)
     console.print(f" that stayed ({lost} lost)" if lost else "")
     console.print(f"bytes per round    {sum(moved) / max(1, len(moved)) / 1e6:.2f} MB per worker, sent plus received")

@@ -74,7 +74,7 @@ def _find(out: Path, contract: Contract, checkpoint: str | None) -> _Found:
         return _from_model(out / "model")
     folder = out / "checkpoints"
     asked = checkpoint or "latest"
-    if (folder / asked).is_dir():
+    if asked in (path.name for path in folder.glob("*")):  # before a folder of that name here
         asked = str(folder / asked)
     found = load_checkpoint(asked, out, contract=contract.digest, option="--checkpoint")
     if found is None:

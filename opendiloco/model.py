@@ -199,7 +199,9 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, Tokenizer]:
         SettingsError: the folder holds no model with weights, or no tokenizer.
     """
     if not (folder / "config.json").is_file() or not has_weights(str(folder)):
-        raise SettingsError(f"{folder} holds no model (config.json and weights): name one that training wrote")
+        inside = folder / "model"  # of a worker's folder
+        cure = f"name {inside}" if (inside / "config.json").is_file() else "name one that training wrote"
+        raise SettingsError(f"{folder} holds no model (config.json and weights): {cure}")
     model = from_weights(str(folder), str(folder))
     return model.eval(), load_saved_tokenizer(folder)
 

@@ -74,7 +74,7 @@ def test_demo_goes_on_without_a_worker_that_is_killed(start: Start, wait_until: 
     assert "worker-0 was killed by SIGKILL: the others go on" in demo.lines
     rounds = [line for line in demo.lines if line.startswith("round ") and "commit" in line]
     assert [line.split()[1] for line in rounds] == ["1", "2", "3", "4"]
-    assert "rounds             4 of 4 committed by all 2 workers that stayed (worker-0 lost)" in demo.lines
+    assert "rounds             4 of 4 committed by both workers that stayed (worker-0 lost)" in demo.lines
     assert "replicas identical: yes" in demo.lines
 
 

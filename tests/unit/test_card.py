@@ -215,9 +215,57 @@ def test_card_tells_strangers_no_paths_of_this_machine(name: str) -> None:
     assert "`hf:base`" in card
 
 
-def test_text_of_a_contract_cannot_break_out_of_its_cell() -> None:
-    card = model_card(contract_of(data={"source": "hf:a`|\n# Heading"}), None, NOTHING, weights="")
-    assert "| text | `hf:a # Heading` |" in card
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        ({}, []),
+        ({"lora_alpha": 32, "lora_targets": ["q_proj"]}, []),  # without adapters they say nothing
+        ({"start": "random"}, ["| started from | seeded random values |"]),
+        ({"start": "org/base"}, ["| started from | the weights of `org/base` |"]),
+        ({"start": "/home/me/secret/base"}, ["| started from | the weights of `base` |"]),
+        ({"start": "runs/secret/base/"}, ["| started from | the weights of `base` |"]),
+        (
+            {"frozen": ["model.embed_tokens.*", "*.[0-3].*"]},
+            ["| not trained (frozen) | `model.embed_tokens.*`, `*.[0-3].*` |"],
+        ),
+        (
+            {"start": "org/base", "lora_rank": 8},
+            [
+                "| started from | the weights of `org/base` |",
+                "| trained | LoRA adapters alone (rank 8, alpha 16) on all linear layers but the output head; "
+                "they are added to the weights here |",
+            ],
+        ),
+        (
+            {"lora_rank": 4, "lora_alpha": 32, "lora_targets": ["q_proj", "v_proj"]},
+            [
+                "| trained | LoRA adapters alone (rank 4, alpha 32) on `q_proj`, `v_proj`; "
+                "they are added to the weights here |"
+            ],
+        ),
+    ],
+)
+def test_card_says_what_was_trained_where_that_is_not_everything_from_the_beginning(
+    model: dict[str, object], rows: list[str]
+) -> None:
+    def settings(contract: Contract) -> list[str]:
+        return model_card(contract, None, NOTHING, weights="").partition("## Settings")[2].splitlines()
+
+    plain = settings(contract_of())
+    assert [line for line in settings(contract_of(model=model)) if line not in plain] == rows
+
+
+@pytest.mark.parametrize(
+    ("sections", "row"),
+    [
+        ({"data": {"source": "hf:a`|\n# Heading"}}, "| text | `hf:a # Heading` |"),
+        ({"model": {"start": "a`|\n# Heading"}}, "| started from | the weights of `a # Heading` |"),
+        ({"model": {"frozen": ["a|b`", "*\n\n# c"]}}, "| not trained (frozen) | `a b`, `* # c` |"),
+        ({"model": {"lora_rank": 1, "lora_targets": ["a|\n`b"]}}, "(rank 1, alpha 16) on `a b`; they"),
+    ],
+)
+def test_text_of_a_contract_cannot_break_out_of_its_cell(sections: dict[str, dict[str, object]], row: str) -> None:
+    assert row in model_card(contract_of(**sections), None, NOTHING, weights="")
 
 
 # --- the record ----------------------------------------------------------------------------------------

@@ -238,6 +238,29 @@ def test_no_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
     assert load_checkpoint("latest", tmp_path, contract="cd" * 32) is None
 
 
+def test_a_bare_name_that_is_no_folder_here_is_looked_for_in_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, here = tmp_path / "out", tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for round in (3, 6):
+        write(out / "checkpoints", round)
+    found = load_checkpoint("round-000003", out, contract="cd" * 32)
+    assert found is not None
+    assert found.position.round == 3
+    with pytest.raises(SettingsError) as caught:
+        load_checkpoint("round-000099", out, contract="cd" * 32)
+    assert str(caught.value) == (
+        f"--resume round-000099: {out}/checkpoints/round-000099 is no checkpoint: "
+        f"name a folder checkpoints/round-NNNNNN (in {out}/checkpoints: round-000003, round-000006)"
+    )
+    write(here, 5)
+    found = load_checkpoint("round-000005", out, contract="cd" * 32)
+    assert found is not None
+    assert found.position.round == 5
+
+
 def test_what_is_no_checkpoint_of_this_run_is_refused_with_the_cure(tmp_path: Path) -> None:
     write(tmp_path / "checkpoints", 1)
     path = tmp_path / "checkpoints" / "round-000001"

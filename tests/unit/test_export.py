@@ -204,7 +204,12 @@ def test_what_is_no_workers_folder_is_refused(trained: Path, tmp_path: Path) -> 
 
 def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(folder: Path, tmp_path: Path) -> None:
     hf_dir = tmp_path / "hf"
-    assert "--checkpoint round-9: round-9 is no checkpoint: name a folder" in refusal(folder, hf_dir, "round-9")
+    there = folder / "checkpoints"
+    assert refusal(folder, hf_dir, "round-9") == (
+        f"--checkpoint round-9: {there / 'round-9'} is no checkpoint: name a folder checkpoints/round-NNNNNN "
+        f"(in {there}: round-000001, round-000002, round-000003)"
+    )
+    assert "File name too long: name a folder" in refusal(folder, hf_dir, "x" * 5000)
     (folder / "checkpoints/round-000002/outer.safetensors").write_bytes(b"cut")
     assert "--checkpoint " in (line := refusal(folder, hf_dir, "round-000002"))
     assert "is damaged" in line

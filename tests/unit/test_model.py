@@ -242,6 +242,15 @@ def test_folder_without_model_or_tokenizer_is_one_line(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_a_workers_folder_in_the_place_of_its_model_is_told_where_that_is(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(SettingsError, match=r"name one that training wrote$"):
+        load_model(tmp_path)
+    save_model(tiny(), BYTES, tmp_path / "model")
+    with pytest.raises(SettingsError, match=rf"{tmp_path} holds no model \(.*\): name {tmp_path}/model$"):
+        load_model(tmp_path)
+
+
 # --- generated text ------------------------------------------------------------------------------------
 
 
