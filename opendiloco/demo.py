@@ -7,11 +7,10 @@ import contextlib
 import difflib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rich.text import Text
 
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.metrics import MetricsReader
-from opendiloco.processes import Process, Processes
+from opendiloco.processes import Process, Processes, interruptible
 from opendiloco.settings import Flag, Settings, load_settings, write_toml
 
 BOOTSTRAP_LIMIT_S = 60.0
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parse(argv)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_interruptible())
+            stack.enter_context(interruptible())
             return _run(options, console, stack)
     except KeyboardInterrupt:
         console.print("stopped; everything it started has ended")
@@ -150,21 +149,6 @@ def _start_bootstrap(processes: Processes, address_file: Path) -> list[str]:
             raise SwarmError(f"the bootstrap peer was not up within {BOOTSTRAP_LIMIT_S:g} s: see {bootstrap.folder}")
         time.sleep(POLL_S)
     return address_file.read_text().split()
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM end the demo, also where a shell started it in the background, with SIGINT ignored."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # --- what a person sees ----------------------------------------------------------------------------------

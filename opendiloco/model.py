@@ -121,8 +121,8 @@ def _start(config: ModelConfig) -> str:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters, tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Number of parameters as they are saved: tied ones once, adapters in the weights that they are added to."""
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if ".lora_" not in name)
 
 
 def check_model_folder(folder: Path) -> None:

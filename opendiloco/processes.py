@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from opendiloco.leave import hang_up
 
 GUARD_LIMIT_S = 4.0  # more than a guard gives what is below it
 STOP_LIMIT_S = 6.0  # Ctrl-C leaves nothing running after 10 s
@@ -86,6 +89,25 @@ class Processes:
         for guard in guards:
             select.select([guard], [], [], max(0.0, give_up - time.monotonic()))
             os.close(guard)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT, SIGTERM and the end of the terminal raise KeyboardInterrupt.
+
+    SIGINT also where a shell started this process in the background, with SIGINT ignored.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, *hang_up())
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _children(pid: int) -> list[int]:

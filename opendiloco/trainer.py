@@ -111,7 +111,7 @@ def check_before_network(settings: Settings, out: Path, ranks: Ranks, resume: st
     check_sinks(settings.peer.log.sinks)
     check_folder(out)
     if resume is not None:
-        check_resume(resume)
+        check_resume(resume, out)
     if settings.has_run_file or not settings.peer.swarm.peers:
         check_owner(out, settings.contract)
         check_batch(settings.contract, ranks)

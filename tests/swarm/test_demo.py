@@ -78,11 +78,14 @@ def test_demo_goes_on_without_a_worker_that_is_killed(start: Start, wait_until: 
     assert "replicas identical: yes" in demo.lines
 
 
-def test_demo_stops_when_asked_even_if_started_with_interrupts_ignored(start: Start, wait_until: WaitUntil) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_demo_stops_when_asked_even_if_started_with_interrupts_ignored(
+    start: Start, wait_until: WaitUntil, number: signal.Signals
+) -> None:
     demo = start("--workers", "2", "--set", "inner.steps=2000", rounds=100)
     wait_until((demo.folder / "demo" / "worker-0" / "metrics.jsonl").exists, "training begins", limit_s=LIMIT_S)
     started = psutil.Process(demo.popen.pid).children(recursive=True)
-    demo.popen.send_signal(signal.SIGINT)
+    demo.popen.send_signal(number)
     assert demo.popen.wait(STOP_LIMIT_S) == 0, demo.lines
     assert demo.lines[-1] == "stopped; everything it started has ended"
     assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

@@ -19,7 +19,7 @@ from opendiloco.errors import SettingsError
 from opendiloco.flat import FlatLayout, replica_digest, trainable_parameters
 from opendiloco.generation import generate_text
 from opendiloco.inner import InnerSteps
-from opendiloco.model import build_model, check_model, describe_size, load_model, save_model
+from opendiloco.model import build_model, check_model, count_parameters, describe_size, load_model, save_model
 from opendiloco.optimizers import make_inner_optimizer
 from opendiloco.precheck import check_replica
 from opendiloco.presets import fill_normal
@@ -256,6 +256,7 @@ def test_a_saved_model_with_adapters_is_an_ordinary_one_and_the_adapters_lie_bes
     expected = model.eval()(tokens()).logits
     loaded, tokenizer = load_model(folder)
     assert not any("lora" in name for name, _ in loaded.named_parameters())
+    assert count_parameters(model) == count_parameters(loaded)
     torch.testing.assert_close(loaded(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(folder)(tokens()).logits, loaded(tokens()).logits)
     again = PeftModel.from_pretrained(build(), folder / "adapter").eval()
