@@ -26,6 +26,8 @@ from hypothesis import HealthCheck, settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: several processes with several threads each wait for one another
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, here and in all that is started from here
+
 # Examples take as long as they take: others may keep the machine busy.
 settings.register_profile("opendiloco", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("opendiloco")
