@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -37,6 +38,12 @@ _WAITED_FOR = re.compile(r"/api/datasets/|/datasets/.+/resolve/")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+@cache
+def tell_of_hub(name: str) -> None:
+    """Say once that the hub is asked for something: without internet it takes a while until nothing came of it."""
+    logger.info("%s is no folder here: asking the Hugging Face hub for it", name)
 
 
 class HubAway(Exception):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from opendiloco.errors import SettingsError
+from opendiloco.hub import tell_of_hub
 
 MOST_PADDING, SMALL_PADDING = 1.25, 128  # of a vocabulary
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -151,6 +152,7 @@ def _source(setting: str, place: str) -> tuple[str, bool]:
         return str(folder), True
     if folder.is_absolute() or place.startswith((".", "~")):
         raise SettingsError(f"{setting}, but there is no such folder: correct the path")
+    tell_of_hub(place)
     return place, False
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opendiloco.errors import SettingsError
+from opendiloco.hub import tell_of_hub
 
 Tokens = NDArray[np.integer[Any]]
 """Token ids, flat: 2 bytes each where the vocabulary allows, else 4."""
@@ -138,6 +139,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     place = Path(name).expanduser()
     if not place.is_dir() and (place.is_absolute() or name.startswith((".", "~"))):
         raise SettingsError(f"data.tokenizer is {name}, but there is no such folder: correct it or use bytes")
+    if not place.is_dir():
+        tell_of_hub(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(place) if place.is_dir() else name)
     except (OSError, ValueError, KeyError, ImportError) as error:

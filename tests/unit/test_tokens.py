@@ -131,6 +131,23 @@ def test_missing_tokenizer_is_one_line(tmp_path: Path, name: str, match: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_the_hub_is_named_before_it_is_asked_and_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    heard = list[list[str]]()
+
+    def ask(name: str) -> None:
+        heard.append(list(caplog.messages))
+        raise OSError("no internet")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", ask)
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="was not found on the hub"):
+            load_tokenizer("somebody/tokenizer")
+    assert heard == [["somebody/tokenizer is no folder here: asking the Hugging Face hub for it"]] * 2
+
+
 # --- streams -------------------------------------------------------------------------------------------
 
 
