@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -41,6 +42,25 @@ def evaluation_line(event: EvalEvent) -> str:
     )
 
 
+class _Terminal:
+    """A terminal that may end before what writes to it."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._terminal.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._terminal.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._terminal, name)
+
+
 class Display:
     """A live line on the terminal: inner steps of the round, workers, loss, tokens/s, bytes. Silent elsewhere."""
 
@@ -55,7 +75,7 @@ class Display:
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             expand=True,  # so that the facts give way where the terminal is narrow
-            console=Console(file=sys.stderr),
+            console=Console(file=cast(TextIO, _Terminal(sys.stderr))),
             transient=True,
             disable=not sys.stderr.isatty(),
         )

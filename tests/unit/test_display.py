@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import re
 import sys
@@ -44,6 +45,24 @@ def test_the_line_says_the_round_that_is_trained_in_and_the_step_on_any_terminal
         display.inner_step(12, 7, loss=2.5, tokens_per_s=1e6)
         display._progress.refresh()
         assert re.match(r"round 13/50 .*  ?7/500 1000 workers", terminal.last_line)
+
+
+def test_a_terminal_that_ends_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ending(Terminal):
+        has_ended = False
+
+        def write(self, text: str) -> int:
+            if self.has_ended:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    terminal = Ending()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Display(Contract()) as display:
+        terminal.has_ended = True
+        display.inner_step(10, 123, loss=2.5, tokens_per_s=1e6)
+        display._progress.refresh()
 
 
 def test_a_worker_that_is_behind_does_not_say_who_takes_part() -> None:
