@@ -67,8 +67,9 @@ def _run(options: argparse.Namespace, console: Console, stack: contextlib.ExitSt
             arguments += ["--run", str(out / "run.toml")]
         workers.append(processes.start(f"worker-{index}", arguments))
     readers = [MetricsReader(worker.folder / "metrics.jsonl") for worker in workers]
-    _watch(workers, readers, options.rounds, settings.contract.inner.steps, console)
-    return _summarize(workers, [reader.events for reader in readers], options.rounds, console)
+    rounds = settings.contract.run.rounds
+    _watch(workers, readers, rounds, settings.contract.inner.steps, console)
+    return _summarize(workers, [reader.events for reader in readers], rounds, console)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -131,6 +132,8 @@ def _positive(text: str) -> int:
 
 def _fresh_folder(out: Path) -> Path:
     """An empty folder; only what an earlier demo left there is removed."""
+    if out.exists() and not out.is_dir():
+        raise SettingsError(f"--out {out} is a file: name a folder")
     if out.exists() and any(out.iterdir()):
         if not (out / "bootstrap").is_dir():
             raise SettingsError(f"--out {out} holds other files: name a folder of its own for the demo")

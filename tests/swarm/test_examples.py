@@ -95,6 +95,7 @@ def test_ctrl_c_ends_a_loop_in_order(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as end:
         train()
     assert end.value.code == 0
+    assert not (tmp_path / "addresses").exists()  # or others would try them
     assert signal.getsignal(signal.SIGINT) is before
 
 

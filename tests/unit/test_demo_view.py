@@ -209,6 +209,13 @@ def test_what_no_worker_would_take_is_one_line_before_an_earlier_demo_is_removed
     assert (earlier / "model").read_text() == "hours of work"
 
 
+def test_a_demo_takes_no_place_of_files_that_are_not_its_own(earlier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place, line in ((earlier / "model", "is a file: name a folder"), (earlier.parent, "holds other files")):
+        assert main(["--out", str(place)]) == 64
+        assert line in capsys.readouterr().err
+    assert (earlier / "model").read_text() == "hours of work"
+
+
 def test_options_of_train_that_go_to_the_workers_are_those_that_leave_the_demo_its_own() -> None:
     command = cast(Any, typer.main.get_command(app)).commands["train"]
     train = {parameter.opts[0] for parameter in command.params}
