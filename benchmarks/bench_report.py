@@ -19,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 
 from benchmarks.common import ROOT, run_script
 from benchmarks.figures import value_of
-from benchmarks.plots import PLOTS, digest_in, digest_of, draw
+from benchmarks.plots import PLOTS as PLAIN_PLOTS
+from benchmarks.plots import digest_in, digest_of, draw
+from benchmarks.quality_plots import QUALITY_PLOTS
 from benchmarks.records import NoSourceError
 from benchmarks.template import TemplateError, differences, fill
 
@@ -28,6 +30,8 @@ NOTE = f"<!-- {COMMAND} writes this from benchmarks/{{}}: change that file, not 
 END = f"<!-- end of what {COMMAND} writes -->\n"
 SOURCE = "benchmarks/results/"
 EXTRA_MISSING = 64
+PLOTS = {**PLAIN_PLOTS, **QUALITY_PLOTS}
+PLOT_CODE = ("plots.py", "quality_plots.py")
 
 
 class Sources:
@@ -135,7 +139,7 @@ def compose(root: Path, sources: Sources) -> tuple[list[Page], list[str]]:
 
 def stale_plots(root: Path, sources: Sources) -> dict[str, str]:
     """Plots that are not drawn from these results by this code, and the digest of what they should be drawn from."""
-    code = (root / "benchmarks" / "plots.py").read_text()
+    code = "".join((root / "benchmarks" / name).read_text() for name in PLOT_CODE)
     wanted = {name: digest_of(plot, sources.results, code) for name, plot in PLOTS.items()}
     return {name: digest for name, digest in wanted.items() if digest_in(plot_path(root, name)) != digest}
 
@@ -163,7 +167,7 @@ def main(argv: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         print(f"{', '.join(page.path for page in pages)} and {len(PLOTS)} plots are what the results say")
         return 0
     try:
-        plots = {name: draw(name, sources.results, digest) for name, digest in stale.items()}
+        plots = {name: draw(PLOTS[name], sources.results, digest) for name, digest in stale.items()}
     except ImportError:
         print(
             f"{COMMAND} draws with matplotlib, which is not there: .venv/bin/pip install -e '.[bench]'", file=sys.stderr

@@ -1,6 +1,6 @@
 """The plots of docs/benchmarks.md, as SVG: the same bytes from the same results. matplotlib is loaded to draw only.
 
-What a plot is drawn from, results and this file, is in it as a digest: so it can be told without drawing whether it is
+What a plot is drawn from, results and code, is in it as a digest: so it can be told without drawing whether it is
 out of date, whatever version of matplotlib drew it.
 """
 
@@ -73,7 +73,7 @@ def digest_in(path: Path) -> str | None:
     return found[1] if found else None
 
 
-def draw(name: str, results: Results, digest: str) -> bytes:
+def draw(plot: Plot, results: Results, digest: str) -> bytes:
     """A plot as SVG.
 
     Raises:
@@ -82,7 +82,7 @@ def draw(name: str, results: Results, digest: str) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
 
-    plot, image = PLOTS[name], io.BytesIO()
+    image = io.BytesIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # nobody's own settings
         matplotlib.rcParams.update(STYLE)

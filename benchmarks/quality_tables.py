@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import combinations
 
-from benchmarks.quality import GROUPS, Group, Row
+from benchmarks.quality import GROUPS, Group, Row, cells_of
 from benchmarks.records import Record, Results, all_of
 from benchmarks.tables import to_table
 
@@ -116,9 +116,18 @@ def newest_records(results: Results, benchmark: str) -> list[Record]:
     return [record for record in records if record["size"] == records[-1]["size"]]
 
 
-def reports(results: Results, benchmark: str) -> dict[str, str]:
-    """The report of each group."""
-    return {name: group_report(newest_records(results, benchmark), name) for name in GROUPS}
+def report(results: Results, benchmark: str) -> str:
+    """The reports of all groups, each below its question."""
+    records = newest_records(results, benchmark)
+    return "\n\n".join(f"### {group.question}\n\n{group_report(records, name)}" for name, group in GROUPS.items())
+
+
+def seeds(results: Results, benchmark: str) -> int:
+    """How many there are of every cell."""
+    found: dict[str, set[int]] = {cell: set() for cell in cells_of(list(GROUPS))}
+    for record in newest_records(results, benchmark):
+        found.setdefault(record["cell"], set()).add(record["seed"])
+    return min(map(len, found.values()))
 
 
 def agreement(results: Results, benchmark: str) -> dict[str, int]:

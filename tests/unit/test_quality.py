@@ -17,7 +17,7 @@ from benchmarks.plots import digest_of
 from benchmarks.quality import CELLS, GROUPS, QUICK, Size, cells_of, losses
 from benchmarks.quality_cell import KINDS, run_cell, write_text
 from benchmarks.quality_plots import QUALITY_PLOTS
-from benchmarks.quality_tables import agreement, group_report, judgement, reports, table, trend_sentence
+from benchmarks.quality_tables import agreement, group_report, judgement, report, seeds, table, trend_sentence
 
 SIZE = Size()
 
@@ -155,11 +155,20 @@ def test_a_table_compares_seed_by_seed_and_says_what_is_missing() -> None:
     assert "| 8x batch, data parallel | not measured | | -5.7% | |" in found
 
 
-def test_reports_are_of_the_size_measured_last_and_count_what_agrees() -> None:
+def test_the_report_is_of_the_size_measured_last_and_counts_what_agrees() -> None:
     other = {**record("DiLoCo", 0, 9.0), "size": asdict(QUICK)}
     results = {"quality": [other, *records_of({"DiLoCo": [2.0], "by kind": [2.0], "Adam": [1.9]})]}
-    assert reports(results, "quality")["data"] == group_report(results["quality"][1:], "data")
+    whole = report(results, "quality")
+    assert f"### {GROUPS['data'].question}\n\n{group_report(results['quality'][1:], 'data')}" in whole
+    assert whole.count("### ") == len(GROUPS)
     assert agreement(results, "quality") == {"rows": 2, "agree": 1, "opposite": 1}
+
+
+def test_seeds_are_those_that_every_cell_has() -> None:
+    found = [record(cell, seed, 2.0) for cell in CELLS for seed in range(3)]
+    assert seeds({"quality": found}, "quality") == 3
+    assert seeds({"quality": found[1:]}, "quality") == 2
+    assert seeds({"quality": found[3:]}, "quality") == 0
 
 
 def test_every_plot_is_painted_from_records_of_all_cells() -> None:
