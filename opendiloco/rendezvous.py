@@ -221,7 +221,14 @@ class Rendezvous(ServicerBase):  # type: ignore[misc]
         if (start := self._missed_start(key, peer, offer)) is not None:
             yield _word(start, peer)
             return
-        leader = await self._reachable_leader(key, offer.gone)
+        checking = asyncio.create_task(self._reachable_leader(key, offer.gone))
+        try:
+            while not checking.done() and self._leader(key) != self._peer:
+                yield _Message(code=_Code.ACCEPTED)  # or the caller would take this peer for gone meanwhile
+                await asyncio.wait({checking}, timeout=RETRY_S)
+            leader = checking.result() if checking.done() else self._peer
+        finally:
+            checking.cancel()
         if leader != self._peer:
             yield _Message(code=_Code.NOT_A_LEADER, suggested_leader=PeerID.from_base58(leader).to_bytes())
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 import time
 from concurrent.futures import Future
@@ -12,7 +13,7 @@ import torch
 
 from opendiloco.allreduce import Attempt, Group
 from opendiloco.errors import SettingsError
-from opendiloco.rounds import Position, RoundOutcome
+from opendiloco.rounds import Position, RoundOutcome, leader_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -273,6 +274,27 @@ def test_client_mode_peer_takes_part_and_reduces_nothing(network: Network) -> No
         assert outcomes[2].sent_bytes == pytest.approx(vector, rel=0.01)
         assert outcomes[2].received_bytes == pytest.approx(vector, rel=0.01)
         assert sum(outcome.sent_bytes for outcome in outcomes[:2]) == pytest.approx(3 * vector, rel=0.01)
+
+
+def test_a_leader_that_tries_a_frozen_one_first_keeps_who_told_it_of_that(
+    network: Network, wait_until: WaitUntil
+) -> None:
+    """The follower has seen it drop out, the leader has not yet: finding out takes longer than a silence may last."""
+    workers = network.workers(3, grace=LONG_S, failure_timeout_s=1.0)
+    network.round(workers)
+    key = workers[0].process._presence.outlook().key
+    order = leader_order(key, ids(workers))
+    frozen, leader, follower = sorted(workers, key=lambda peer: order.index(peer.peer_id))
+    for peer in (leader, follower):
+        peer.process._participation._dropped = {key: {frozen.peer_id}}
+    frozen.daemon.send_signal(signal.SIGSTOP)
+    first = follower.average()
+    wait_until(lambda: leader.gathers(follower), "the leader has given the frozen one up")
+    assert leader.peer_id not in follower.process._participation._rendezvous._unreachable._pause_s
+    came = time.monotonic()
+    outcomes = results([first, leader.average()])
+    assert time.monotonic() - came < 2 * AT_ONCE_S
+    assert all(set(outcome.weights) == ids([leader, follower]) for outcome in outcomes)
 
 
 def test_a_worker_that_comes_to_every_group_and_reduces_in_none_does_not_keep_the_others_from_their_round(
