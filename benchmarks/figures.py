@@ -141,6 +141,9 @@ DERIVED: dict[str, dict[str, Callable[[Results, str], Any]]] = {
         "report": quality_tables.report,
         "seeds": quality_tables.seeds,
         "agreement": quality_tables.agreement,
+        "trends": quality_tables.trends,
+        "below_one_worker": lambda results, name: quality_tables.below(results, name, "one worker"),
+        "above_diloco": lambda results, name: quality_tables.above(results, name, "DiLoCo"),
     },
     "soak": {
         "table": tables.soak_table,

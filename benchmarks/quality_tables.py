@@ -79,18 +79,31 @@ def table(records: Sequence[Record], name: str) -> str:
     return to_table(("", "validation loss, nats", "perplexity (all seeds)", "published", ""), lines)
 
 
-def trend_sentence(records: Sequence[Record], name: str) -> str:
-    """Whether perplexity goes along the group as published; empty where nothing is said of a trend."""
+def trend(records: Sequence[Record], name: str) -> tuple[int, int, int]:
+    """Pairs of a group's rows: those in the published order of perplexities, in the other one, without a difference."""
     group = GROUPS[name]
-    if not group.trend:
-        return ""
     found = [(row.at, losses) for row in group.rows if row.at is not None and (losses := losses_of(records, row.cell))]
     pairs = [
         sign(relative(second, first))
         for (low, first), (high, second) in combinations(sorted(found, key=lambda one: one[0]), 2)
         if low < high
     ]
-    along, against = pairs.count(group.trend), pairs.count(-group.trend)
+    return pairs.count(group.trend), pairs.count(-group.trend), pairs.count(0)
+
+
+def trends(results: Results, benchmark: str) -> dict[str, bool]:
+    """Of each group with a published trend, whether it is here, too, by and large."""
+    records = newest_records(results, benchmark)
+    found = {name: trend(records, name) for name, group in GROUPS.items() if group.trend}
+    return {name: along > 2 * against for name, (along, against, _) in found.items()}
+
+
+def trend_sentence(records: Sequence[Record], name: str) -> str:
+    """Whether perplexity goes along the group as published; empty where nothing is said of a trend."""
+    group = GROUPS[name]
+    if not group.trend:
+        return ""
+    along, against, neither = trend(records, name)
     verb = "rises" if group.trend > 0 else "falls"
     if not along and not against:
         answer = "no pair of rows differs"
@@ -99,8 +112,8 @@ def trend_sentence(records: Sequence[Record], name: str) -> str:
     else:
         answer = "so it does here by and large" if along > 2 * against else "it does not here"
     return (
-        f"Published: perplexity {verb} with {group.along}; {answer} ({len(pairs)} pairs of rows: {along} in this "
-        f"order, {against} in the other, {len(pairs) - along - against} without a difference)."
+        f"Published: perplexity {verb} with {group.along}; {answer} ({along + against + neither} pairs of rows: "
+        f"{along} in this order, {against} in the other, {neither} without a difference)."
     )
 
 
@@ -141,6 +154,18 @@ def agreement(results: Results, benchmark: str) -> dict[str, int]:
             if published is not None and differences:
                 found.append(judgement(differences, published))
     return {"rows": len(found), "agree": found.count("agrees"), "opposite": found.count("does not agree")}
+
+
+def above(results: Results, benchmark: str, reference: str) -> dict[str, float]:
+    """Perplexity of each cell over that of `reference`, less 1: mean of the seeds."""
+    records = newest_records(results, benchmark)
+    found = {cell: relative(losses_of(records, cell), losses_of(records, reference)) for cell in cells_of(list(GROUPS))}
+    return {cell: statistics.mean(differences) for cell, differences in found.items() if differences}
+
+
+def below(results: Results, benchmark: str, reference: str) -> dict[str, float]:
+    """The same with the other sign."""
+    return {cell: -difference for cell, difference in above(results, benchmark, reference).items()}
 
 
 def _loss(losses: Sequence[float]) -> str:

@@ -17,7 +17,17 @@ from benchmarks.plots import digest_of
 from benchmarks.quality import CELLS, GROUPS, QUICK, Size, cells_of, losses
 from benchmarks.quality_cell import KINDS, run_cell, write_text
 from benchmarks.quality_plots import QUALITY_PLOTS
-from benchmarks.quality_tables import agreement, group_report, judgement, report, seeds, table, trend_sentence
+from benchmarks.quality_tables import (
+    above,
+    agreement,
+    below,
+    group_report,
+    judgement,
+    report,
+    seeds,
+    table,
+    trend_sentence,
+)
 
 SIZE = Size()
 
@@ -169,6 +179,12 @@ def test_seeds_are_those_that_every_cell_has() -> None:
     assert seeds({"quality": found}, "quality") == 3
     assert seeds({"quality": found[1:]}, "quality") == 2
     assert seeds({"quality": found[3:]}, "quality") == 0
+
+
+def test_perplexities_are_set_against_those_of_the_same_seeds() -> None:
+    results = {"quality": records_of({"one worker": [2.0, 3.0], "DiLoCo": [2.0 + math.log(0.9), 3.0 + math.log(0.8)]})}
+    assert above(results, "quality", "one worker") == pytest.approx({"one worker": 0.0, "DiLoCo": -0.15})
+    assert below(results, "quality", "one worker")["DiLoCo"] == pytest.approx(0.15)
 
 
 def test_every_plot_is_painted_from_records_of_all_cells() -> None:
