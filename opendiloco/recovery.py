@@ -132,6 +132,8 @@ class Recoverer:
         while True:
             try:
                 position = await self._approach(position)
+                if not position.lineage:
+                    raise _Failed("nobody who has it is left")
                 if self._full_state:
                     position = await self._confirm(position)
             except _Failed as failure:

@@ -175,6 +175,24 @@ def test_a_worker_whose_donors_die_goes_on_with_the_state_that_it_had(
     play_rounds(network, [back], 1)
 
 
+def test_a_newcomer_whose_donors_die_never_begins_with_a_part_of_their_state(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opendiloco.recovery.PAUSE_S", 1.0)
+    timing = {"heartbeat_s": 0.5, "expiry_s": 3.0}
+    workers = network.workers(2, contract=network.contract(2), size=SIZE, settings=timing)
+    play_rounds(network, workers, 10)
+    newcomer = network.peer(workers[0].addresses, **timing).open()
+    newcomer.enter(network.contract(2), size=SIZE, position=Position(0, ZERO, ZERO))
+    fetched = give_no_more_than(1, workers)
+    recovering = network.start(newcomer.process.catch_up())
+    fetched.result(30)
+    for peer in workers:
+        peer.close()
+    with pytest.raises(SwarmError, match="the state of the run could not be fetched"):
+        recovering.result(60)
+
+
 def give_no_more_than(chunks: int, donors: list[Peer]) -> Future[None]:
     """Donors that fall silent after so many chunks of all of them; the result comes with the first one too many."""
     left, asked = [chunks], Future[None]()
