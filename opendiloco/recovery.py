@@ -162,7 +162,7 @@ class Recoverer:
 
         The swarm need not be there any more when the next attempt begins: a worker that has a state goes on with it.
         """
-        self._full_state, self._given_up, self._has_own_work = False, GivenUp(), False
+        self._full_state, self._given_up = False, GivenUp()
         self._fetcher.used.clear()
         own, self._own = self._own, None
         if own is not None and own[1].restore():
