@@ -31,7 +31,7 @@ from opendiloco.ledger import Reading
 from opendiloco.loop import LoopOptimizer
 from opendiloco.moments import load_moments, store_moments
 from opendiloco.phase import InnerPhase
-from opendiloco.report import RoundReport, given_up_line, log_round
+from opendiloco.report import RoundReport, given_up_line, log_catch_up, log_round
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.standing import Standing
 
@@ -56,6 +56,7 @@ class DiLoCo(LoopOptimizer):
         start: where to begin instead of round 0: a checkpoint's position, theta, momentum and second_moment (adam).
         readings: what this worker has read of the text that the swarm leases to it (see `Averager.lease`).
         on_round: called with every attempt at a round, from within `step`; writes a line to the log by default.
+        on_catch_up: called when this worker has moved to where the swarm is, after a round with the verdict resync.
         on_replace: called when the parameters have been replaced (True: the inner optimizer's state too).
         leaving: whether the user wants to leave, instead of asking `swarm`; asked while waiting for the swarm.
 
@@ -74,12 +75,13 @@ class DiLoCo(LoopOptimizer):
         start: tuple[Position, Mapping[str, Tensor]] | None = None,
         readings: Callable[[], tuple[Reading, ...]] = tuple,
         on_round: Callable[[RoundReport], None] = log_round,
+        on_catch_up: Callable[[Recovery], None] = log_catch_up,
         on_replace: Callable[[bool], None] = lambda moments: None,
         leaving: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(inner, contract, leaving=leaving if leaving is not None else swarm.leaving)
         self._swarm, self._contract, self._on_round, self._readings = swarm, contract, on_round, readings
-        self._on_replace = on_replace
+        self._on_catch_up, self._on_replace = on_catch_up, on_replace
         model = unwrapped(model)
         self._parameters = trainable_parameters(model)
         check_parameters(self.param_groups, self._parameters)
@@ -248,6 +250,8 @@ class DiLoCo(LoopOptimizer):
             return recovery  # whoever was ahead has gone
         self.phase.begin(at=recovery.inner_step, since_s=recovery.phase_s, keeps_work=keeps_work)
         self._begin_phase()
+        if has_late_work:
+            self._on_catch_up(recovery)
         return recovery
 
     def _follow(self, recovery: Recovery, *, has_late_work: bool) -> bool:

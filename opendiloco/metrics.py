@@ -93,6 +93,21 @@ class RoundEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CatchUpEvent(Event):
+    """This worker has moved to where the swarm is, after a round with the verdict resync."""
+
+    event = "catch_up"
+    round: int  # committed rounds in the replica now
+    lineage: str
+    donors: Sequence[str]  # peer ids
+    received_bytes: int
+    seconds_s: float
+    rounds_replayed: int
+    full_state: bool
+    rounds_given_up: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalEvent(Event):
     """Validation of the outer parameters after a round."""
 

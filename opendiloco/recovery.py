@@ -125,7 +125,8 @@ class Recoverer:
             self._let_go()
 
     async def _catch_up(self, holders: Sequence[str]) -> Recovery:
-        start, give_up = self._start, time.monotonic() + self._patience_s
+        start, began = self._start, time.monotonic()
+        give_up = began + self._patience_s
         position, attempts = start, 0
         if holders:
             position = await self._replay_one(start, holders) or start
@@ -150,6 +151,7 @@ class Recoverer:
                 position=position,
                 donors=tuple(sorted(self._fetcher.used)),
                 received_bytes=self._fetcher.received_bytes,
+                seconds=time.monotonic() - began,
                 rounds_replayed=self._replayed,
                 full_state=self._full_state,
                 given_up=self._given_up.count,

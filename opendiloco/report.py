@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from opendiloco.ledger import Reading
-from opendiloco.metrics import RoundEvent
+from opendiloco.metrics import CatchUpEvent, RoundEvent
 from opendiloco.rounds import Position, Recovery, RoundOutcome
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,34 @@ def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:
         codec=codec,
         pseudo_gradient_norm=report.pseudo_gradient_norm,
         outer_gradient_norm=report.outer_gradient_norm,
+    )
+
+
+def log_catch_up(recovery: Recovery) -> None:
+    """A line in the log, at level INFO."""
+    logger.info(catch_up_line(recovery))
+
+
+def catch_up_line(recovery: Recovery) -> str:
+    """What getting to where the swarm is has taken."""
+    what = "the whole state" if recovery.full_state else f"missed rounds: {recovery.rounds_replayed}"
+    return (
+        f"caught up to round {recovery.position.round} in {recovery.seconds:.1f} s: {what}, "
+        f"{recovery.received_bytes / 1e6:.1f} MB, donors: {len(recovery.donors)}"
+    )
+
+
+def catch_up_event(recovery: Recovery) -> CatchUpEvent:
+    """The metrics line of a move to where the swarm is."""
+    return CatchUpEvent(
+        round=recovery.position.round,
+        lineage=recovery.position.lineage,
+        donors=recovery.donors,
+        received_bytes=recovery.received_bytes,
+        seconds_s=recovery.seconds,
+        rounds_replayed=recovery.rounds_replayed,
+        full_state=recovery.full_state,
+        rounds_given_up=recovery.given_up,
     )
 
 

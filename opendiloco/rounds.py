@@ -129,6 +129,8 @@ class Recovery:
     position: Position
     donors: tuple[str, ...] = ()
     received_bytes: int = 0
+    seconds: float = 0.0
+    """Until the state was there and its hash confirmed."""
     rounds_replayed: int = 0
     full_state: bool = False
     """Whether theta and momentum were fetched, not only rounds that were missed."""

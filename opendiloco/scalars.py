@@ -6,7 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from opendiloco.metrics import EvalEvent, Event, InnerStepEvent, JoinEvent, LeaveEvent, RoundEvent, WarningEvent
+from opendiloco.metrics import (
+    CatchUpEvent,
+    EvalEvent,
+    Event,
+    InnerStepEvent,
+    JoinEvent,
+    LeaveEvent,
+    RoundEvent,
+    WarningEvent,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,12 @@ def point(event: Event, *, time_s: float, inner_steps: int, last_step: int) -> P
             scalars = _numbers("join", event, leave_out={"round"})
             step = event.round * inner_steps
             return Point(step=step, time_s=time_s, scalars=scalars, texts={"events/join": text})
+        case CatchUpEvent():
+            what = "whole state" if event.full_state else f"{event.rounds_replayed} rounds"
+            text = f"caught up to round {event.round} ({what}, {len(event.donors)} donors)"
+            scalars = _numbers("catch_up", event, leave_out={"round", "full_state"})
+            step = event.round * inner_steps
+            return Point(step=step, time_s=time_s, scalars=scalars, texts={"events/catch_up": text})
         case LeaveEvent():
             text = f"left at round {event.round}: {event.reason}"
             return Point(step=max(last_step, event.round * inner_steps), time_s=time_s, texts={"events/leave": text})

@@ -28,7 +28,8 @@ from opendiloco.model import count_parameters, describe_size, save_model
 from opendiloco.phaselog import PhaseLog
 from opendiloco.ranks import Prepare, Ranks, Step, TakeOptimizer, TakeParameters, check_batch
 from opendiloco.replica import build_replica
-from opendiloco.report import RoundReport, round_event
+from opendiloco.report import RoundReport, catch_up_event, catch_up_line, round_event
+from opendiloco.rounds import Recovery
 from opendiloco.settings import Settings
 from opendiloco.tokenizer import load_tokenizer
 from opendiloco.tokens import open_text
@@ -84,6 +85,7 @@ class Worker:
             contract, validation, swarm, compute=self._compute, end_id=end_id, report=self._report_evaluation
         )
         self._reports: list[RoundReport] = []
+        self._moves: list[Recovery] = []
         self._phase = PhaseLog(
             metrics, settings.peer.log, self._logger, inner_steps=contract.inner.steps, display=display
         )
@@ -103,6 +105,7 @@ class Worker:
             start=(checkpoint.position, checkpoint.outer) if checkpoint is not None else None,
             readings=lambda: self._stream.readings,
             on_round=self._reports.append,
+            on_catch_up=self._moves.append,
             on_replace=self._hand_out_parameters,
             leaving=leaving,
         )
@@ -203,7 +206,7 @@ class Worker:
     # --- between rounds ----------------------------------------------------------------------------------
 
     def _write_rounds(self) -> None:
-        """Metrics and log of the attempts at the round that has just ended."""
+        """Metrics and log of the attempts at the round that has just ended, and of the way to where the swarm is."""
         loss = self._phase.loss
         for report in self._reports:
             if report.params_hash is None:
@@ -211,6 +214,10 @@ class Worker:
             else:  # in the thread that hashes, when it is done
                 report.params_hash.add_done_callback(partial(self._write_hashed_round, report, loss))
         self._reports.clear()
+        for recovery in self._moves:
+            self._metrics.write(catch_up_event(recovery))
+            self._logger.info(catch_up_line(recovery))
+        self._moves.clear()
 
     def _warn_of_few_shards(self, workers: int) -> None:
         if workers > self._stream.shards and not self._has_warned_of_shards:

@@ -142,10 +142,19 @@ def diloco(
     *,
     inner: torch.optim.Optimizer | None = None,
     on_round: Callable[[RoundReport], None] = lambda report: None,
+    on_catch_up: Callable[[Recovery], None] = lambda recovery: None,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Iterator[DiLoCo]:
     inner = inner or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    optimizer = DiLoCo(inner, model, swarm or Swarm(), contract or contract_of(), on_round=on_round, leaving=leaving)
+    optimizer = DiLoCo(
+        inner,
+        model,
+        swarm or Swarm(),
+        contract or contract_of(),
+        on_round=on_round,
+        on_catch_up=on_catch_up,
+        leaving=leaving,
+    )
     try:
         yield optimizer
     finally:

@@ -18,6 +18,7 @@ import pytest
 
 from opendiloco.errors import SettingsError
 from opendiloco.metrics import (
+    CatchUpEvent,
     EvalEvent,
     Event,
     InnerStepEvent,
@@ -36,6 +37,7 @@ CONTRACT = {  # keys of every kind of line, as users and scripts rely on them
     RoundEvent: "round verdict participants weights lineage params_hash loss inner_steps tokens shards swarm_tokens "
     "inner_s wait_s rendezvous_s allreduce_s outer_s sent_bytes received_bytes codec pseudo_gradient_norm "
     "outer_gradient_norm",
+    CatchUpEvent: "round lineage donors received_bytes seconds_s rounds_replayed full_state rounds_given_up",
     EvalEvent: "round loss perplexity tokens",
     LeaveEvent: "round reason",
     WarningEvent: "message",

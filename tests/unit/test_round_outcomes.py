@@ -105,7 +105,9 @@ def test_a_worker_that_was_left_behind_goes_where_the_swarm_is(missed: int, coun
     the round that it gets from others has its pseudo-gradient already."""
     model, swarm = linear(), Swarm(RoundOutcome(verdict="resync", reason="the swarm is ahead"))
     reports: list[RoundReport] = []
-    with diloco(model, contract_of(steps=1), swarm, on_round=reports.append) as optimizer:
+    moves: list[Recovery] = []
+    with diloco(model, contract_of(steps=1), swarm, on_round=reports.append, on_catch_up=moves.append) as optimizer:
+        assert not moves  # how it came in is not told again
         before = flat(list(model.parameters()))
         there, theta = Position(missed, "ab" * 32, "", tokens=40), torch.randn_like(before)
         swarm.ahead, swarm.counted = (there, theta), counted
@@ -116,6 +118,7 @@ def test_a_worker_that_was_left_behind_goes_where_the_swarm_is(missed: int, coun
         assert torch.equal(flat(list(model.parameters())), theta - work if keeps else theta)
         assert work.abs().max() > 0
         assert [report.outcome.verdict for report in reports] == ["resync"]
+        assert [move.position.lineage for move in moves] == ["ab" * 32]
 
 
 @pytest.mark.parametrize(("weighting", "weight"), [("uniform", 1.0), ("tokens", 140.0)])

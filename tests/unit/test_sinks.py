@@ -13,6 +13,7 @@ from support.sinking import JOIN, LONG_S, PEER, Clock, Hanging, Recorder, round_
 
 from opendiloco.errors import SettingsError, pip_install
 from opendiloco.metrics import (
+    CatchUpEvent,
     EvalEvent,
     Event,
     LeaveEvent,
@@ -83,6 +84,26 @@ release, wait_until = sinking.release, sinking.wait_until  # fixtures
             100,
             {"join/received_bytes": 7.0, "join/seconds_s": 1.5},
             {"events/join": "joined at round 2 (swarm, 1 donors)"},
+        ),
+        (
+            CatchUpEvent(
+                round=2,
+                lineage="ab",
+                donors=["a", "b"],
+                received_bytes=7,
+                seconds_s=1.5,
+                rounds_replayed=3,
+                full_state=False,
+                rounds_given_up=1,
+            ),
+            100,
+            {
+                "catch_up/received_bytes": 7.0,
+                "catch_up/seconds_s": 1.5,
+                "catch_up/rounds_replayed": 3.0,
+                "catch_up/rounds_given_up": 1.0,
+            },
+            {"events/catch_up": "caught up to round 2 (3 rounds, 2 donors)"},
         ),
         (LeaveEvent(round=2, reason="finished"), 123, {}, {"events/leave": "left at round 2: finished"}),
         (WarningEvent(message="two\nlines"), 123, {}, {"events/warning": "two lines"}),
