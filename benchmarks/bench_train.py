@@ -125,14 +125,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, metavar="H", help="steps of a round (default 20)")
     parser.add_argument("--batch", type=int, default=4, metavar="B", help="sequences of a step (default 4)")
     parser.add_argument("--seq-len", type=int, default=64, metavar="T", help="bytes of a sequence (default 64)")
-    parser.add_argument("--held-out", type=int, default=512, metavar="N", help="sequences evaluated (default 512)")
+    parser.add_argument("--held-out", type=int, default=256, metavar="N", help="sequences evaluated (default 256)")
     parser.add_argument("--hidden", type=int, default=192, metavar="D", help="size of the model (default 192)")
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="of the model (default 4)")
     parser.add_argument("--lr", type=float, default=1e-3, metavar="X", help="of AdamW (default 1e-3)")
-    parser.add_argument("--step-s", type=float, default=0.25, metavar="S", help="at least, of a step (default 0.25)")
+    parser.add_argument("--step-s", type=float, default=0.2, metavar="S", help="at least, of a step (default 0.2)")
     parser.add_argument("--loss", type=float, default=2.5, metavar="X", help="the time to this one (default 2.5)")
     parser.add_argument(
-        "--limit-s", type=float, default=600.0, metavar="S", help="of a system; no round begins later (default 600)"
+        "--limit-s", type=float, default=480.0, metavar="S", help="of a system; no round begins later (default 480)"
     )
     small = {"workers": 2, "rounds": 2, "steps": 2, "batch": 1, "seq_len": 16, "held_out": 8, "hidden": 32, "layers": 1}
     quick = {**small, "step_s": 0.0, "mbit": [100.0], "systems": ["opendiloco-int8", "hivemind-diloco", "gloo-ddp"]}

@@ -294,6 +294,13 @@ def write_lines(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     beside.replace(path)
 
 
+def cpu_of(pid: int) -> dict[str, float]:
+    """CPU seconds so far of a worker's process and of those below it, by kind."""
+    used: dict[str, float] = defaultdict(float)
+    _add_cpu(used, pid, kind="trainer")
+    return dict(used)
+
+
 def _add_cpu(used: dict[str, float], pid: int, *, kind: str) -> None:
     """Add the CPU time of a process and of those below it, which has the kind `kind` unless its command tells."""
     try:

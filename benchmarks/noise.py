@@ -17,6 +17,7 @@ import psutil
 from benchmarks.common import BenchmarkError
 
 LIMIT_S = 120.0
+POLL_S = 0.05
 
 
 class Host(Protocol):
@@ -43,6 +44,7 @@ def work(
 
     from opendiloco import Contract, DiLoCo, InnerConfig, RoundReport, RoundsConfig, RunConfig, Swarm, SwarmConfig
     from opendiloco.config import OuterConfig
+    from opendiloco.rounds import Recovery
 
     torch.set_num_threads(1)
     contract = Contract(
@@ -75,16 +77,32 @@ def work(
             flush=True,
         )
 
+    def tell_way(verdict: str, recovery: Recovery, **more: Any) -> None:
+        line = {
+            "round": recovery.position.round,
+            "verdict": verdict,
+            "time": time.time(),
+            "recovery_s": recovery.seconds,
+            "received_bytes": recovery.received_bytes,
+            "full_state": recovery.full_state,
+            "replayed": recovery.rounds_replayed,
+            "donors": len(recovery.donors),
+        }
+        print(json.dumps(line | more), flush=True)
+
     with Swarm(SwarmConfig(peers=tuple(peers), **host), folder) as swarm:
         swarm.open()
         (folder / "addresses").write_text("\n".join(swarm.addresses))
         started = time.monotonic()
-        optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1e-3), model, swarm, contract, on_round=tell)
-        recovery = optimizer.recovery
-        join = {"round": optimizer.round, "verdict": "join", "peer": swarm.peer_id, "time": time.time()}
-        join |= {"seconds": time.monotonic() - started, "received_bytes": recovery.received_bytes}
-        join |= {"full_state": recovery.full_state, "replayed": recovery.rounds_replayed}
-        print(json.dumps({**join, "donors": len(recovery.donors)}), flush=True)
+        optimizer = DiLoCo(
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            model,
+            swarm,
+            contract,
+            on_round=tell,
+            on_catch_up=lambda recovery: tell_way("catch_up", recovery),
+        )
+        tell_way("join", optimizer.recovery, peer=swarm.peer_id, seconds=time.monotonic() - started)
         while True:
             time.sleep(inner_s / contract.inner.steps)
             model.weight.grad = torch.randn_like(model.weight)
@@ -130,8 +148,12 @@ class NoiseWorker:
         return {line["round"]: line for line in self.lines() if line["verdict"] == "commit"}
 
     def joined(self) -> dict[str, Any] | None:
-        """How it joined, once it has."""
+        """How it joined, once it has; `seconds` until it could train, `recovery_s` of it to get the state."""
         return next((line for line in self.lines() if line["verdict"] == "join"), None)
+
+    def catch_ups(self) -> list[dict[str, Any]]:
+        """Its ways to where the swarm was, each after a resync."""
+        return [line for line in self.lines() if line["verdict"] == "catch_up"]
 
     def peak_bytes(self) -> dict[str, int]:
         """The most resident memory so far of its trainer and of its network process."""
@@ -161,17 +183,20 @@ def stop_all(workers: Sequence[NoiseWorker]) -> None:
     psutil.wait_procs(below, timeout=LIMIT_S)
 
 
-def wait_for_round(workers: Sequence[NoiseWorker], participants: int) -> int:
+def wait_for_round(workers: Sequence[NoiseWorker], participants: int, *, limit_s: float = LIMIT_S) -> int:
     """Wait until all of them have committed one new round with so many participants; returns it."""
     before = max(max(worker.commits(), default=0) for worker in workers)
-    give_up = time.monotonic() + LIMIT_S
+    give_up = time.monotonic() + limit_s
     while time.monotonic() < give_up:
+        if max(workers[0].commits(), default=0) <= before:  # asking all of them would keep a core busy
+            time.sleep(POLL_S)
+            continue
         commits = [worker.commits() for worker in workers]
         for round in sorted(set.intersection(*(set(of_worker) for of_worker in commits)) - set(range(before + 1))):
             if all(len(of_worker[round]["participants"]) == participants for of_worker in commits):
                 return round
-        time.sleep(0.05)
-    raise BenchmarkError(f"no round of {participants} workers within {LIMIT_S:g} s")
+        time.sleep(POLL_S)
+    raise BenchmarkError(f"no round of {participants} workers within {limit_s:g} s")
 
 
 def _peak(pid: int) -> int:

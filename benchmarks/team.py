@@ -115,7 +115,7 @@ class Team:
         for index, host in enumerate(self._hosts):
             with uninterrupted():
                 worker = PeerProcess(
-                    "benchmarks.trainers", threads=1, inherited=[self._plan.memory], prefix=host.prefix
+                    "benchmarks.train_worker", threads=1, inherited=[self._plan.memory], prefix=host.prefix
                 )
                 self._workers.append(worker)
             worker.send("place", Place(self._system, self._plan, index, host.ip))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import pytest
 
 from benchmarks import noise
 from benchmarks.noise import NoiseWorker
 from support.warm import Warm
+
+NET = "--net="
+"""Before the file of a namespace, in a command that runs something there."""
 
 
 class WarmWorker(NoiseWorker):
@@ -22,4 +31,25 @@ class WarmWorker(NoiseWorker):
             [noise.__file__, *self._arguments, *peers],
             out=self._folder / "lines.jsonl",
             errors=self._folder / "errors.txt",
+            namespace=next((part.removeprefix(NET) for part in self.host.prefix if part.startswith(NET)), None),
         )
+
+
+class RunBenchmark(Protocol):
+    """Runs a benchmark with --quick in this process; returns its lines."""
+
+    def __call__(self, benchmark: ModuleType) -> list[dict[str, Any]]: ...
+
+
+@pytest.fixture
+def run_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Warm) -> RunBenchmark:
+    def run(benchmark: ModuleType) -> list[dict[str, Any]]:
+        if hasattr(benchmark, "NoiseWorker"):
+            monkeypatch.setattr(benchmark, "NoiseWorker", partial(WarmWorker, warm=warm))
+        out = tmp_path / "out.jsonl"
+        assert vars(benchmark)["main"](["--quick", "--out", str(out)]) == 0
+        lines = [dict(json.loads(line)) for line in out.read_text().splitlines()]
+        assert all(line["commit"] and line["versions"]["hivemind"] for line in lines)
+        return lines
+
+    return run

@@ -6,6 +6,7 @@ and those of the processes it starts: see `forking`.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -23,6 +24,7 @@ from support.forking import run_python
 
 ROOT = Path(__file__).parents[2]
 MESSAGE_BYTES = 1 << 20
+CLONE_NEWNET = 0x40000000
 IMPORTED = tuple(f"opendiloco.{name}" for name in ("cli", "trainer", "worker", "simulate", "demo", "network"))
 
 
@@ -86,6 +88,7 @@ class Warm:
         errors: Path,
         imports: Sequence[str] = (),
         interruptible: bool = True,
+        namespace: str | None = None,
     ) -> Forked:
         """Run `python ARGUMENTS` with this process's environment and folder, its output in files.
 
@@ -93,6 +96,7 @@ class Warm:
             arguments: those of `python`: an `opendiloco` command, the demo, or a script.
             imports: what to import first, for this program and later ones.
             interruptible: False: SIGINT is ignored at first, as in what a shell starts in the background.
+            namespace: file of the network namespace to run in, instead of this process's.
         """
         for file in (out, errors):
             file.touch()
@@ -104,6 +108,7 @@ class Warm:
                 "files": [str(out), str(errors)],
                 "imports": list(imports),
                 "interruptible": interruptible,
+                "namespace": namespace,
             }
         )
         assert pid is not None
@@ -147,6 +152,8 @@ def _become(request: dict[str, object]) -> NoReturn:
     assert isinstance(environment, dict)
     assert isinstance(files, list)
     os.setsid()
+    if request["namespace"]:
+        _enter(str(request["namespace"]))
     os.chdir(str(folder))
     os.environ.clear()
     os.environ.update(environment)
@@ -158,6 +165,13 @@ def _become(request: dict[str, object]) -> NoReturn:
         os.dup2(file, number)
         os.close(file)
     run_python(*map(str, arguments))
+
+
+def _enter(namespace: str) -> None:
+    descriptor = os.open(namespace, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    os.close(descriptor)
 
 
 @pytest.fixture(scope="session")

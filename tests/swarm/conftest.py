@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import commands, make_contract, module_commands, text_file
+from support.noisy import run_benchmark
 from support.peers import IGNORED_WARNINGS, module_network, network, network_thread
 from support.waiting import wait_until
 from support.warm import warm
@@ -17,6 +18,7 @@ __all__ = [
     "module_network",
     "network",
     "network_thread",
+    "run_benchmark",
     "text_file",
     "wait_until",
     "warm",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from benchmarks import bench_train, bench_wan
+from benchmarks import bench_dht, bench_recover, bench_train, bench_wan
 from benchmarks.netns import Hosts, NamespaceHost, why_not
 
 if TYPE_CHECKING:
+    from support.noisy import RunBenchmark
     from support.waiting import WaitUntil
 
 if reason := why_not():  # they take root, which those who run the tests need not have
@@ -112,22 +112,42 @@ def test_links_go_with_their_owner_however_it_ends(wait_until: WaitUntil) -> Non
     assert not psutil.pid_exists(pid)
 
 
-def test_the_benchmark_of_slow_links_runs_and_says_what_a_round_took(tmp_path: Path) -> None:
-    assert bench_wan.main(["--quick", "--out", str(tmp_path / "wan.jsonl")]) == 0
-    (line,) = [json.loads(line) for line in (tmp_path / "wan.jsonl").read_text().splitlines()]
+def test_the_benchmark_of_slow_links_runs_and_says_what_a_round_took(run_benchmark: RunBenchmark) -> None:
+    (line,) = run_benchmark(bench_wan)
     assert line["identical"]
     assert line["rounds"] >= 3
     assert line["round_s"] >= line["wire_limit_s"] > 0
     assert line["carried_bytes_per_round"] > 100_000
 
 
+def test_the_benchmark_of_recovery_says_what_joining_and_catching_up_took(run_benchmark: RunBenchmark) -> None:
+    join, missed = run_benchmark(bench_recover)
+    assert join["seconds"] >= join["limit_s"] > 0
+    assert join["received_bytes"] > join["state_bytes"] == 800_000
+    assert (missed["full_state"], missed["donors"]) == (False, 1)
+    assert missed["replayed"] == missed["missed"] >= 1
+    assert missed["replayed"] * 100_000 < missed["received_bytes"] < join["received_bytes"]
+    assert missed["part_again_s"] >= missed["seconds"] >= missed["limit_s"] > 0
+
+
+def test_the_benchmark_of_many_peers_says_what_each_of_them_spends(run_benchmark: RunBenchmark) -> None:
+    lines = run_benchmark(bench_dht)
+    assert [(line["workers"], line["complete"], line["identical"]) for line in lines] == [
+        (2, True, True),
+        (3, True, True),
+    ]
+    for line in lines:
+        assert 0 < line["rendezvous_s"] <= line["worst_rendezvous_s"]
+        assert line["standing_bytes_per_s"] > 0
+        assert 0 < line["standing_cpu_share"] < 1
+
+
 def test_the_benchmark_of_training_systems_gives_all_of_them_the_same_to_do_and_leaves_no_process(
-    tmp_path: Path,
+    run_benchmark: RunBenchmark,
 ) -> None:
     before = psutil.Process().children(recursive=True)
-    assert bench_train.main(["--quick", "--out", str(tmp_path / "train.jsonl")]) == 0
+    lines = run_benchmark(bench_train)
     assert psutil.Process().children(recursive=True) == before
-    lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert [line["system"] for line in lines] == ["opendiloco", "hivemind DiLoCo", "gloo DDP"]
     assert [(line["failed"], line["problems"]) for line in lines] == [("", [])] * 3
     assert len({(line["tokens"], line["each"]["loss"][0]) for line in lines}) == 1
