@@ -26,7 +26,7 @@ from opendiloco.codec import get_codec
 from opendiloco.config import CheckpointConfig, ComputeConfig, Contract, PeerConfig
 from opendiloco.metrics import MetricsLog, read_metrics
 from opendiloco.settings import Settings
-from opendiloco.simulate import SimulatedGroup
+from opendiloco.simulated import SimulatedGroup
 from opendiloco.worker import Worker
 
 FIRST = ("a", "b")

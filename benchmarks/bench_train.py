@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -86,8 +86,11 @@ def chosen(names: Sequence[str]) -> list[System]:
     """The systems of these names that can run here; a line for each other one."""
     found = []
     for name in names:
-        if name in NEEDS_EXTRA and importlib.util.find_spec("torchft") is None:
-            print(f"{name}: left out, torchft is not installed: .venv/bin/pip install -e '.[torchft]'", file=sys.stderr)
+        try:
+            if name in NEEDS_EXTRA:
+                importlib.import_module("torchft")
+        except ImportError as error:
+            print(f"{name}: left out ({error}): .venv/bin/pip install -e '.[torchft]'", file=sys.stderr)
         else:
             found.append(SYSTEMS[name])
     return found

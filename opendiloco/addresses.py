@@ -9,10 +9,11 @@ from types import TracebackType
 from typing import Self
 
 from opendiloco.errors import SettingsError
+from opendiloco.ready import tell_ready
 
 
 class AddressFiles:
-    """The files of one worker: none is there while it cannot be joined, neither before `write` nor after the block."""
+    """The files of one peer: none is there while it cannot be joined, neither before `write` nor after the block."""
 
     def __init__(self, *paths: Path | None) -> None:
         """Raises SettingsError where one cannot be written."""
@@ -21,9 +22,10 @@ class AddressFiles:
             check_address_file(path)
 
     def write(self, addresses: list[str]) -> None:
-        """This worker can be joined from now on."""
+        """This peer can be joined from now on, which a service manager hears as well."""
         for path in self._paths:
             write_addresses(path, addresses)
+        tell_ready()
 
     def __enter__(self) -> Self:
         for path in self._paths:

@@ -10,8 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from opendiloco.claims import Progress
 from opendiloco.errors import SettingsError
-from opendiloco.membership import Membership, Progress
+from opendiloco.membership import Membership
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from opendiloco.claims import News
 from opendiloco.codec import Codec, get_codec
 from opendiloco.config import Contract
 from opendiloco.evaluation import EvaluationPart
@@ -71,6 +72,9 @@ class Averager(Protocol):
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         """The hash of the state after `round`."""
+
+    def tell(self, news: News) -> None:
+        """Something for those who only look at the swarm; does not wait."""
 
 
 def contribution_bytes(vectors: Mapping[str, Tensor], codec: Codec) -> Tensor:

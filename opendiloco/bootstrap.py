@@ -7,35 +7,35 @@ import sys
 import threading
 from pathlib import Path
 
-from opendiloco.addresses import check_address_file, forget_addresses, write_addresses
+from opendiloco.addresses import AddressFiles
 from opendiloco.config import SwarmConfig
 from opendiloco.leave import ends_in_order, hang_up
-from opendiloco.swarm import Swarm
+from opendiloco.peer import Peer
 
 
 def run_bootstrap(config: SwarmConfig, folder: Path | None, address_file: Path | None) -> int:
     """Run a DHT peer that does not train until SIGINT, SIGTERM or SIGHUP; returns the exit code.
 
     Args:
-        folder: keeps the peer's key, and so its address, for the next start; None: see `Swarm`.
+        folder: keeps the peer's key, and so its address, for the next start; None: see `Peer`.
     """
-    check_address_file(address_file)
+    addresses = AddressFiles(address_file)
     stop = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM, *hang_up())
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
     try:
         with (
-            Swarm(config, folder, leaving=stop.is_set) as swarm,
+            Peer(config, folder, leaving=stop.is_set) as peer,
             ends_in_order(stop.is_set),
+            addresses,
         ):
-            forget_addresses(address_file)
-            swarm.open()
-            write_addresses(address_file, swarm.addresses)
-            for address in swarm.addresses:
+            peer.open()
+            addresses.write(peer.addresses)
+            for address in peer.addresses:
                 print(address, flush=True)
             print("others join with --peers and an address above; Ctrl-C ends this peer", file=sys.stderr)
             while not stop.wait(0.5):
-                swarm.check()
+                peer.check()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

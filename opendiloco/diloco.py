@@ -31,7 +31,7 @@ from opendiloco.ledger import Reading
 from opendiloco.loop import LoopOptimizer
 from opendiloco.moments import load_moments, store_moments
 from opendiloco.phase import InnerPhase
-from opendiloco.report import RoundReport, given_up_line, log_catch_up, log_round
+from opendiloco.report import RoundReport, given_up_line, log_catch_up, log_round, told_round
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.standing import Standing
 
@@ -279,15 +279,15 @@ class DiLoCo(LoopOptimizer):
         finally:  # it is committed, whether or not the network process is there to be told
             outer_s = time.monotonic() - started
             self._standing.announce()
-            self._on_round(
-                replace(
-                    attempt,
-                    lineage=outcome.lineage,
-                    params_hash=self._standing.hash,
-                    outer_s=outer_s,
-                    outer_gradient_norm=float(torch.linalg.vector_norm(average)),
-                )
+            report = replace(
+                attempt,
+                lineage=outcome.lineage,
+                params_hash=self._standing.hash,
+                outer_s=outer_s,
+                outer_gradient_norm=float(torch.linalg.vector_norm(average)),
             )
+            self._swarm.tell(told_round(report, peer=self._swarm.peer_id))
+            self._on_round(report)
             self.phase.begin()
 
     def _attempt(self, outcome: RoundOutcome, *, inner_s: float, pseudo_gradient_norm: float) -> RoundReport:

@@ -57,6 +57,13 @@ class Identity:
         return cls(_decode_private_key(data, path), path)
 
     @classmethod
+    def choose(cls, file: str, folder: Path | None) -> Identity:
+        """The key of `file`, where one is named, else that of a peer's folder, else a temporary one."""
+        if file:
+            return cls.load_or_create(Path(file))
+        return cls.load_or_create(folder / "identity.key") if folder is not None else cls.temporary()
+
+    @classmethod
     def temporary(cls) -> Identity:
         """A new key that no file keeps. While this object lives, this process and those below read it at `path`."""
         descriptor = os.memfd_create("identity", os.MFD_CLOEXEC)

@@ -13,83 +13,31 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, TypeVar
 
 import msgpack
 from hivemind.dht import DHTNode
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from opendiloco.claims import Progress, Seen, Told
 from opendiloco.config import Contract, contract_from_wire, contract_to_wire
 from opendiloco.errors import SettingsError
-from opendiloco.evaluation import EvaluationPart
 from opendiloco.identity import Identity, peer_id_of, verify
-from opendiloco.ledger import MAX_READINGS
 
 logger = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = 64 * 1024
 MAX_LIFETIME_S = 300.0
 CONTRACT_LIFETIME_S = 60.0
+TOLD_LIFETIME_S = 180.0
 CONTRACT_COPIES = 3
 READ_LIMIT_S = 10.0
-MAX_LOSS = 1e4  # nats a token, of an evaluation that others add to theirs
-MAX_PARTS = 4  # of evaluations, in a record: whoever looks once a round misses none
 REMEMBERED_S = 3600.0
 RUNS_KEY = "opendiloco.runs"
 
-HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Time = Annotated[float, Field(ge=0, le=1e11)]
-
-
-class ToldPart(BaseModel):
-    """What a worker's share of an evaluation came to: see `evaluation.EvaluationPart`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
-
-    lineage: HexDigest
-    loss: Annotated[float, Field(ge=0, le=MAX_LOSS)]
-    tokens: Annotated[int, Field(ge=1, le=2**40)]
-
-
-class Progress(BaseModel):
-    """What a worker says about itself. Times are DHT times (Unix seconds)."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
-
-    session: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    """Random per process: tells a restarted peer from a second process with the same key."""
-    started: Time
-    issued: Time
-    contract: HexDigest
-    layout: HexDigest
-    round: Annotated[int, Field(ge=0, le=2**40)]
-    """Outer rounds committed."""
-    lineage: HexDigest
-    params_hash: HexDigest
-    hashed_round: Annotated[int, Field(ge=0, le=2**40)]
-    """The round that `params_hash` belongs to: hashing lags behind committing."""
-    committed_tokens: Annotated[int, Field(ge=0, le=2**60)]
-    """Tokens trained on by all participants in the rounds of the lineage."""
-    state: Literal["training", "averaging", "following", "left"]
-    """following: came in the middle of an inner phase, and takes part from the next round on."""
-    steps: Annotated[int, Field(ge=0, le=2**40)]
-    """Inner steps done in this round."""
-    tokens_per_s: Annotated[float, Field(ge=0, le=1e12)]
-    expected_finish: Time
-    client_mode: bool
-    shards: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=MAX_READINGS)]
-    """Of the training text: leased to this worker for as long as the record lives; see `leases`."""
-    evaluated: Annotated[list[ToldPart], Field(max_length=MAX_PARTS)] = []
-    """Its parts of the last evaluations that several workers shared."""
-
-
-def told_after(told: Sequence[ToldPart], part: EvaluationPart) -> list[ToldPart]:
-    """What a record says of evaluations after one more; a loss that is none is not told."""
-    if not 0 <= part.loss <= MAX_LOSS:
-        return list(told)
-    return [*told, ToldPart(lineage=part.lineage, loss=part.loss, tokens=part.tokens)][-MAX_PARTS:]
+Record = TypeVar("Record", bound=BaseModel)
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
@@ -166,6 +114,20 @@ class Membership:
         """Store this peer's progress for the next `expiry_s` seconds; False when nobody took it."""
         return await self._store(f"{self.run_id}.progress", self.identity.peer_id, progress.model_dump())
 
+    async def tell(self, told: Told) -> bool:
+        """Store what this worker tells those who only look; False when nobody took it."""
+        return await self._store(
+            f"{self.run_id}.told", self.identity.peer_id, told.model_dump(), lifetime_s=TOLD_LIFETIME_S
+        )
+
+    async def observe(self, run_id: str) -> dict[str, Seen]:
+        """All that is on the DHT of the workers of a run, by peer id; this peer need not be in it."""
+        progress, told = await asyncio.gather(
+            self._read_progress(run_id), self._read(f"{run_id}.told", limit_s=READ_LIMIT_S)
+        )
+        heard = {peer: _parse(Told, value) for peer, (value, _) in told.items() if "/" not in peer}
+        return {peer: Seen(*progress.get(peer, (None, 0.0)), heard.get(peer)) for peer in sorted({*progress, *heard})}
+
     async def refresh(self) -> None:
         """Read the records of all workers of the run.
 
@@ -231,7 +193,7 @@ class Membership:
         limit_s = min(READ_LIMIT_S, self.expiry_s / 3)  # so that two looks see a record before it expires
         found = await self._read(f"{run_id}.progress", limit_s=limit_s)
         # of one owner's subkeys the one that is no more than its id: all that validation looks at is how they end
-        return {peer: (_parse(value), until) for peer, (value, until) in found.items() if "/" not in peer}
+        return {peer: (_parse(Progress, value), until) for peer, (value, until) in found.items() if "/" not in peer}
 
     async def _read(self, key: str, *, limit_s: float) -> dict[str, tuple[Any, float]]:
         """Values under a key and when they expire, by subkey; none where the DHT does not answer in time."""
@@ -251,9 +213,9 @@ class Membership:
         }
 
 
-def _parse(value: object) -> Progress | None:
+def _parse(kind: type[Record], value: object) -> Record | None:
     try:
-        return Progress.model_validate(value)
+        return kind.model_validate(value)
     except ValidationError:
         return None
 

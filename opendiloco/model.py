@@ -59,8 +59,8 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, seed: int
     return model.train()
 
 
-def check_model(config: ModelConfig, *, vocab_size: int, seq_len: int) -> None:
-    """Find out what `build_model` would say, without reading or holding any weights.
+def check_model(config: ModelConfig, *, vocab_size: int, seq_len: int) -> PreTrainedModel:
+    """Find out what `build_model` would say, without reading or holding any weights: those of the model are not there.
 
     Raises:
         SettingsError: as `build_model`, but for weights that are damaged.
@@ -72,7 +72,7 @@ def check_model(config: ModelConfig, *, vocab_size: int, seq_len: int) -> None:
         if start := _start(config):
             there = find_config(f"model.start is {start}", start)
             check_same_parameters(model, from_config(there, start), name=config.name, start=start)
-        choose_trained(model, config, seed=0)
+        return choose_trained(model, config, seed=0)
 
 
 def _untrained_or_loaded(config: ModelConfig, *, vocab_size: int, seq_len: int, seed: int) -> PreTrainedModel:

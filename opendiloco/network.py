@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -26,9 +27,10 @@ import uvloop
 
 from opendiloco.averager import contribution_bytes
 from opendiloco.channel import answer_calls
+from opendiloco.claims import News, Told
 from opendiloco.codec import get_codec
 from opendiloco.config import Contract, SwarmConfig
-from opendiloco.connect import Host, open_stream
+from opendiloco.connect import open_stream
 from opendiloco.donor import STREAM_NAME as FETCH_STREAM
 from opendiloco.donor import Donor
 from opendiloco.errors import SwarmError
@@ -40,7 +42,7 @@ from opendiloco.leases import Leases
 from opendiloco.ledger import Reading
 from opendiloco.lobby import Rules
 from opendiloco.logs import file_formatter, setup_logging
-from opendiloco.membership import Membership
+from opendiloco.onlooker import Onlooker
 from opendiloco.participation import Participation
 from opendiloco.phase import PhaseReport
 from opendiloco.presence import REFRESH_S, Presence
@@ -49,63 +51,31 @@ from opendiloco.rendezvous import Rendezvous
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import map_vectors
 from opendiloco.tally import gather_parts
+from opendiloco.teller import Teller
 from opendiloco.wire import Stream
 
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-CLOCK_CHECK_S = 0.5
-MAX_CLOCK_JUMP_S = 3.0  # as much as hivemind lets clocks differ
 LAST_ROUND_LIMIT_S = 120.0  # for others to get what this peer has, before it ends
 
 
-class PeerProcess:
+class PeerProcess(Onlooker):
     """One peer as its network process knows it. Its public methods are what the trainer calls."""
 
     def __init__(
         self, config: SwarmConfig, identity: Identity, runtime_dir: Path, folder: Path | None, memory: int
     ) -> None:
-        self._config, self._identity, self._folder, self._memory = config, identity, folder, memory
-        self._host = Host(config, identity, runtime_dir)
-        self._entered = False
-        self._watching: list[asyncio.Task[None]] = []
-        self.failed = asyncio.Event()
-        """Set when this process is of no use any more."""
-
-    async def open(self) -> list[str]:
-        """Start libp2p and join the DHT; returns the full addresses of this peer."""
-        await self._host.open()
-        self._watching = [asyncio.create_task(self._watch_daemon()), asyncio.create_task(self._watch_clock())]
-        self._membership = Membership(self._host.node, self._identity, self._config.expiry_s)
-        return await self._host.addresses()
-
-    async def find_runs(self, with_workers: bool) -> dict[str, list[Contract]]:
-        """Contracts on the DHT by run id; more than one under an id means that its peers disagree."""
-        return await self._membership.find_runs(with_workers=with_workers)
-
-    async def _watch_daemon(self) -> None:
-        code = await self._host.daemon_end()
-        logger.error("libp2p's daemon (p2pd) has ended with code %d: this peer is cut off from the others", code)
-        self.failed.set()
-
-    async def _watch_clock(self) -> None:
-        """Records expire by the clock: after a jump this peer would believe itself alone, and go on so."""
-        offset_s = _clock_offset_s()
-        while abs(jump_s := _clock_offset_s() - offset_s) < MAX_CLOCK_JUMP_S:
-            await asyncio.sleep(CLOCK_CHECK_S)
-        logger.error(
-            "the clock of this machine has been set by %+.0f s: let NTP keep it, then start this peer again", jump_s
-        )
-        self.failed.set()
+        super().__init__(config, identity, runtime_dir)
+        self._folder, self._memory, self._entered = folder, memory, False
 
     async def close(self) -> None:
         """Stop everything this process runs."""
-        for watching in self._watching:
-            watching.cancel()
         if self._entered:
+            await self._teller.close()
             await self._presence.close()
             await self._donor.close()
-        await self._host.close()
+        await super().close()
 
     # --- as a worker -------------------------------------------------------------------------------------
 
@@ -152,8 +122,14 @@ class PeerProcess:
             reduces=not self._config.client_mode,
         )
         self._leases = Leases(self._identity.peer_id)
+        self._teller = Teller(
+            self._membership,
+            Told(session=presence.session, version=metadata.version("opendiloco-p2p")),
+            every_s=self._config.heartbeat_s,
+            bandwidth=lambda: groups.bandwidth,
+        )
         self._entered = True
-        for part in (groups, rendezvous, self._donor, presence):
+        for part in (groups, rendezvous, self._donor, presence, self._teller):
             await part.open()
 
     async def catch_up(self) -> Recovery:
@@ -252,6 +228,10 @@ class PeerProcess:
         )
         return {presence.peer: part, **found}
 
+    async def tell(self, news: News) -> None:
+        """Something for those who only look; on the DHT soon."""
+        self._teller.tell(news)
+
     async def wait_for_others(self) -> None:
         """Stay until whoever took part in the last round has it: it may still need bytes from here."""
         if self._entered:
@@ -273,11 +253,6 @@ class PeerProcess:
     async def _connect_donor(self, peer: str) -> Stream:
         silence_s = self._presence.contract.rounds.failure_timeout_s
         return await open_stream(self._host.p2p, peer, FETCH_STREAM, silence_s=silence_s)
-
-
-def _clock_offset_s() -> float:
-    """Of the clock that can be set, from the one that only counts (while the machine sleeps, too)."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 async def _run(connection: Connection, memory: int) -> NoReturn:

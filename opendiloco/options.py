@@ -95,6 +95,23 @@ TaskDir = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Folder with task files (YAML) of your own for --tasks. Default: none."),
 ]
+WorkerOut = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="The worker's folder. Default: runs/RUN_ID."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON and end.")]
+Web = Annotated[
+    str | None,
+    typer.Option(
+        "--web",
+        metavar="[HOST:]PORT",
+        help="Serve a page instead. Without HOST only this machine can look at it. Default: none.",
+    ),
+]
+HistoryOut = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Folder that keeps what was seen for the next start. Default: none."),
+]
 SimulationOut = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for metrics, log and model.")]
 EvalRun = Annotated[
     Path | None,

@@ -135,6 +135,7 @@ class Participation:
                 allreduce_s=time.monotonic() - started,
                 sent_bytes=attempt.sent_bytes,
                 received_bytes=attempt.received_bytes,
+                share=sum(member.share for member in group.members if member.peer == self._presence.peer),
             )
             if attempt.verdict == "commit":
                 return replace(outcome, lineage=self._log(attempt, group))

@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from opendiloco.agreement import Agreement, state_hashes, usual_hash
+from opendiloco.claims import Progress, told_after
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.connect import TRANSPORT_ERRORS
 from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.heartbeat import Heartbeat
 from opendiloco.lobby import Candidate, Outlook
-from opendiloco.membership import Membership, Progress, told_after
+from opendiloco.membership import Membership
 from opendiloco.phase import PhaseReport, Watch
 from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key
@@ -225,6 +226,11 @@ class Presence:
     def peer(self) -> str:
         """This worker's peer id."""
         return self._peer
+
+    @property
+    def session(self) -> str:
+        """See `Progress.session`."""
+        return self._own.session
 
     @property
     def position(self) -> Position:

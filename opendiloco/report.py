@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from opendiloco.claims import ToldRound
 from opendiloco.ledger import Reading
 from opendiloco.metrics import CatchUpEvent, RoundEvent
 from opendiloco.rounds import Position, Recovery, RoundOutcome
@@ -71,6 +73,25 @@ def round_event(report: RoundReport, *, loss: float, codec: str) -> RoundEvent:
         codec=codec,
         pseudo_gradient_norm=report.pseudo_gradient_norm,
         outer_gradient_norm=report.outer_gradient_norm,
+    )
+
+
+def told_round(report: RoundReport, *, peer: str) -> ToldRound:
+    """What worker `peer` tells those who only look of a round that it has committed."""
+    outcome = report.outcome
+    return ToldRound(
+        round=report.round,
+        ended=time.time(),
+        participants=len(outcome.weights),
+        has_vote=peer in outcome.weights,
+        inner_s=report.inner_s,
+        wait_s=outcome.wait_s,
+        rendezvous_s=outcome.rendezvous_s,
+        allreduce_s=outcome.allreduce_s,
+        outer_s=report.outer_s,
+        sent_bytes=outcome.sent_bytes,
+        received_bytes=outcome.received_bytes,
+        share=min(1.0, outcome.share),
     )
 
 

@@ -120,6 +120,8 @@ class RoundOutcome:
     allreduce_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
+    share: float = 0.0
+    """Of the vector, that this worker averages for the others."""
 
 
 @dataclass(frozen=True)

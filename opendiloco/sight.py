@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from opendiloco.agreement import state_hashes, usual_hash
+from opendiloco.claims import Progress
 from opendiloco.config import Contract
 from opendiloco.lobby import Candidate
-from opendiloco.membership import Progress
 from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, is_heavier, joining_s, joining_step
 

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
+from opendiloco.claims import Progress
 from opendiloco.evaluation import EvaluationPart
-from opendiloco.membership import Progress
 
 POLL_S = 0.25
 GIVE_UP_S = 30.0  # for a worker that is there and does not say what its part came to

@@ -165,7 +165,7 @@ def agree_on_contract(
         )
         warn_of_long_warmup(settings.contract)
         return settings, False
-    runs = swarm.runs()
+    runs = sorted(swarm.runs())
     named = f"run {run_id}" if run_id else "any run"
     there = f"; the swarm has runs {', '.join(runs)}" if runs else ""
     cure = "wait for a worker of the run to start, or start one here with --run RUN.toml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ import torch
 from opendiloco.averager import Averager
 from opendiloco.card import model_files
 from opendiloco.checkpoint import Checkpoint, CheckpointWriter, copy_to_host
+from opendiloco.claims import MAX_LOSS, ToldEvaluation, ToldLoss
 from opendiloco.diloco import BAD_NUMBERS_CURE, DiLoCo
 from opendiloco.display import Display, evaluation_line, round_line
 from opendiloco.errors import SwarmError
@@ -233,6 +235,8 @@ class Worker:
     def _write_round(self, report: RoundReport, loss: float) -> None:
         event = round_event(report, loss=loss, codec=self.contract.outer.codec)
         self._metrics.write(event)
+        if event.verdict == "commit" and math.isfinite(loss):
+            self._swarm.tell(ToldLoss(round=event.round, loss=min(loss, MAX_LOSS)))
         if self._display is not None:
             self._display.round(event, live=report.outcome.live)
         has_vote = self._swarm.peer_id in event.participants
@@ -246,6 +250,8 @@ class Worker:
 
     def _report_evaluation(self, event: EvalEvent) -> None:
         self._metrics.write(event)
+        if math.isfinite(event.loss):
+            self._swarm.tell(ToldEvaluation(round=event.round, loss=min(event.loss, MAX_LOSS), tokens=event.tokens))
         if self._display is not None:
             self._display.evaluation(event.loss)
         self._logger.info(evaluation_line(event))

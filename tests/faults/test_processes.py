@@ -80,4 +80,4 @@ def test_the_folder_of_a_peer_in_use_is_never_taken_for_an_orphan(tmp_path: Path
             assert all(folder.exists() for folder in folders)
         finally:
             guard_process.resume()
-        assert peer.runs() == []
+        assert peer.runs() == {}

@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 
 PR_SET_NAME = 15
 NETWORK = "opendiloco.network"
-STARTERS = ("opendiloco.processes", "opendiloco.swarm", "opendiloco.guard")
+STARTERS = ("opendiloco.processes", "opendiloco.peer", "opendiloco.guard")
 """Modules that start programs of the project."""
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opendiloco.averager import Averager, contribution_bytes
+from opendiloco.claims import News
 from opendiloco.codec import get_codec
 from opendiloco.config import Contract
 from opendiloco.diloco import DiLoCo
@@ -20,7 +21,7 @@ from opendiloco.ledger import Reading
 from opendiloco.phase import PhaseReport
 from opendiloco.report import RoundReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
-from opendiloco.simulate import SimulatedGroup
+from opendiloco.simulated import SimulatedGroup
 
 PATIENCE_S = 20.0
 
@@ -50,6 +51,7 @@ class Swarm:
         self.entered: list[Position] = []
         self.positions: list[Position] = []
         self.hashes: dict[int, str] = {}
+        self.told: list[News] = []
         self.refusal = ""
         self.ahead: tuple[Position, Tensor] | None = None
         self.counted = False
@@ -132,6 +134,9 @@ class Swarm:
 
     def set_params_hash(self, round: int, params_hash: str) -> None:
         self.hashes[round] = params_hash
+
+    def tell(self, news: News) -> None:
+        self.told.append(news)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from opendiloco.agreement import Agreement, state_hashes, usual_hash
+from opendiloco.claims import Progress
 from opendiloco.errors import SettingsError
-from opendiloco.membership import Progress
 
 OTHER = "f" * 64
 

@@ -21,7 +21,7 @@ from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
 from opendiloco.phase import InnerPhase
 from opendiloco.rounds import Position, Recovery, RoundRequest
-from opendiloco.simulate import SimulatedGroup, SimulatedSwarm
+from opendiloco.simulated import SimulatedGroup, SimulatedSwarm
 
 ROUNDS, H, BATCH, LENGTH = 3, 2, 2, 6
 LR = 0.01

@@ -18,7 +18,7 @@ from opendiloco.errors import SettingsError
 from opendiloco.metrics import MetricsLog, read_metrics
 from opendiloco.rounds import Position
 from opendiloco.settings import Settings
-from opendiloco.simulate import SimulatedGroup
+from opendiloco.simulated import SimulatedGroup
 from opendiloco.worker import Worker
 
 CONTRACT = Contract.model_validate(

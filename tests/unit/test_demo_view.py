@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from opendiloco import demo
-from opendiloco.cli import app
+from opendiloco.commands import app
 from opendiloco.demo import _parse, _passed_on, _round_line, _starting, _summarize, _table, _unseen, _watch, main
 from opendiloco.errors import SwarmError
 from opendiloco.metrics import MetricsReader

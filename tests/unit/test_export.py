@@ -21,7 +21,7 @@ from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.export import run_export
 from opendiloco.metrics import MetricsLog, read_metrics
 from opendiloco.settings import Settings, write_toml
-from opendiloco.simulate import SimulatedGroup
+from opendiloco.simulated import SimulatedGroup
 from opendiloco.worker import Worker
 
 CONTRACT = Contract.model_validate(

@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from opendiloco import membership
+from opendiloco.claims import Progress
 from opendiloco.config import Contract, contract_to_wire
 from opendiloco.identity import Identity, peer_id_of
-from opendiloco.membership import MAX_LIFETIME_S, MAX_RECORD_BYTES, Membership, Progress, SignedRecords
+from opendiloco.membership import MAX_LIFETIME_S, MAX_RECORD_BYTES, Membership, SignedRecords
 
 OWNER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 STRANGER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33))))

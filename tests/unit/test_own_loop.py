@@ -25,7 +25,7 @@ from opendiloco.flat import unwrapped
 from opendiloco.identity import peer_seed
 from opendiloco.leave import Leave
 from opendiloco.rounds import Position, Recovery, RoundOutcome
-from opendiloco.simulate import SimulatedGroup, SimulatedSwarm
+from opendiloco.simulated import SimulatedGroup, SimulatedSwarm
 
 ROUNDS, H = 3, 4
 

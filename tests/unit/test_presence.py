@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
+from opendiloco.claims import Progress
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.errors import SettingsError, SwarmError
-from opendiloco.membership import Progress
 from opendiloco.phase import PhaseReport, Watch
 from opendiloco.presence import Presence
 from opendiloco.rounds import Position

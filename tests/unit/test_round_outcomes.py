@@ -20,7 +20,7 @@ from opendiloco.ledger import Ledger, Reading
 from opendiloco.outer import params_hash
 from opendiloco.report import RoundReport
 from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
-from opendiloco.simulate import SimulatedGroup
+from opendiloco.simulated import SimulatedGroup
 
 # --- what a round can come to --------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ from opendiloco.metrics import read_metrics
 from opendiloco.model import build_model
 from opendiloco.plan import EVERYBODY, Plan
 from opendiloco.rounds import RoundRequest, leader_order
-from opendiloco.simulate import SimulatedGroup, simulate
+from opendiloco.simulate import simulate
+from opendiloco.simulated import SimulatedGroup
 from opendiloco.tokenizer import load_tokenizer
 from opendiloco.tokens import training_stream
 from opendiloco.worker import Worker

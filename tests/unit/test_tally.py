@@ -11,8 +11,8 @@ import pytest
 from hivemind.utils import MSGPackSerializer
 from pydantic import ValidationError
 
+from opendiloco.claims import MAX_PARTS, Progress, ToldPart, told_after
 from opendiloco.evaluation import EvaluationPart
-from opendiloco.membership import MAX_PARTS, Progress, ToldPart, told_after
 from opendiloco.tally import GIVE_UP_S, POLL_S, gather_parts
 
 LINEAGE, OTHER = "a" * 64, "b" * 64

@@ -1,0 +1,114 @@
+"""`opendiloco monitor`: join as a peer that only reads the DHT, then print one snapshot, or keep showing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from opendiloco.config import SwarmConfig
+from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.leave import ends_in_order, hang_up
+from opendiloco.logs import setup_logging
+from opendiloco.monitor.history import History
+from opendiloco.monitor.snapshot import Snapshot
+from opendiloco.monitor.terminal import render
+from opendiloco.monitor.watch import LOOK_S, Watch
+from opendiloco.monitor.web import Board, parse_address, serve
+from opendiloco.peer import Peer
+
+POLL_S = 0.5
+
+
+def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: str | None, out: Path | None) -> int:
+    """Watch a run until SIGINT, SIGTERM or SIGHUP, or once; returns the exit code.
+
+    Args:
+        run_id: None: the only one that there is.
+        as_json: print one snapshot and end.
+        web: PORT or HOST:PORT of the page; None: show in the terminal.
+        out: folder that keeps the history.
+
+    Raises:
+        SettingsError: no peers, several runs, a port or folder that cannot be used.
+        SwarmError: none of the peers answers, or the run does not appear in time (`as_json`).
+    """
+    if not config.peers:
+        raise SettingsError(
+            "swarm.peers is empty: name a peer of the swarm to look at, with --peers ADDRESS (workers and bootstrap "
+            "peers write theirs with --address-file)"
+        )
+    if web is not None:
+        parse_address(web)
+    stop = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM, *hang_up())
+    previous = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
+    observer = config.model_copy(update={"client_mode": True, "identity": ""})  # it stores nothing for others
+    with contextlib.ExitStack() as stack:
+        for number, handler in previous.items():
+            stack.callback(signal.signal, number, handler)
+        history = stack.enter_context(contextlib.closing(History(out / "history.jsonl" if out is not None else None)))
+        stack.enter_context(setup_logging(None, console=True))
+        stack.enter_context(ends_in_order(stop.is_set))
+        onlooker = stack.enter_context(Peer(observer, None, leaving=stop.is_set))
+        onlooker.open()
+        watch = Watch(onlooker, run_id)
+        if as_json:
+            print(json.dumps(_first(watch, config.startup_timeout_s, run_id).to_json()), flush=True)
+        elif web is not None:
+            board = Board(history)
+            serve(
+                web, board, partial(keep_looking, watch, onlooker, stop, show=partial(_take, board, watch)), stop=stop
+            )
+        else:
+            _show_in_terminal(watch, history, onlooker, stop)
+    return 0
+
+
+def _take(board: Board, watch: Watch, shown: Snapshot) -> None:
+    board.take(watch.workers, shown)
+
+
+def _first(watch: Watch, limit_s: float, run_id: str | None) -> Snapshot:
+    give_up = time.monotonic() + limit_s
+    while watch.find() is None:
+        if time.monotonic() > give_up:
+            what = f"run {run_id}" if run_id else "run"
+            raise SwarmError(f"no {what} has appeared on this swarm within {limit_s:g} s (swarm.startup_timeout_s)")
+        time.sleep(POLL_S)
+    return watch.look()
+
+
+def _show_in_terminal(watch: Watch, history: History, onlooker: Peer, stop: threading.Event) -> None:
+    """The newest snapshot in place, or one below the other where the output is no terminal."""
+    console = Console()
+
+    def show(shown: Snapshot) -> None:
+        history.look(watch.workers, shown.time)
+        if console.is_terminal:
+            live.update(render(shown), refresh=True)
+        else:
+            console.print(render(shown))
+
+    with Live(Text("looking for the run ..."), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        keep_looking(watch, onlooker, stop, show=show)
+
+
+def keep_looking(watch: Watch, onlooker: Peer, stop: threading.Event, *, show: Callable[[Snapshot], None]) -> None:
+    """Look every few seconds until `stop`, and hand what was seen to `show`."""
+    found = False
+    while not stop.is_set():
+        onlooker.check()
+        found = found or watch.find() is not None
+        if found:
+            show(watch.look())
+        stop.wait(LOOK_S)
