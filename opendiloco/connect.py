@@ -18,6 +18,9 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerE
 from hivemind.utils.multiaddr import Multiaddr
 
 from opendiloco.config import SwarmConfig
+from opendiloco.dialback import SILENCE_S as DIALBACK_S
+from opendiloco.dialback import STREAM_NAME as DIALBACK_STREAM
+from opendiloco.dialback import Dialback, ask
 from opendiloco.errors import SettingsError, SwarmError, one_line
 from opendiloco.identity import Identity
 from opendiloco.membership import SignedRecords
@@ -31,6 +34,7 @@ CONTACT_TRIES = 3
 MAX_RECONNECTS = 3  # lost peers that are tried at a time
 DHT_WAIT_S = 3.0  # hivemind's own, for an answer of one peer
 MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
+MAX_DIALBACKS = 3
 TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError)
 
 
@@ -75,7 +79,10 @@ class Host:
                     strict=False,  # what others find wrong with this peer they are asked again below
                 )
                 self.node.protocol.wait_timeout = answer_s  # one silent peer spoils no look-up
+                await Dialback(self.p2p).open()
                 await asyncio.gather(*(self._check_contact(_peer_of(peer)) for peer in reached))
+                if not self._config.client_mode:
+                    await self._check_reachable(reached)
         except ValidationError as error:
             raise _explain_validation(str(error), self._identity.path) from None
         except (*TRANSPORT_ERRORS, RuntimeError) as error:
@@ -157,6 +164,25 @@ class Host:
                 if not tries_left or _clocks(str(error)) is not None:
                     raise
             await asyncio.sleep(REDIAL_S)
+
+    async def _check_reachable(self, peers: Sequence[Multiaddr]) -> None:
+        """Ask some peers to dial this one anew.
+
+        Raises:
+            ValidationError: some have tried, and none of them could. Who cannot say counts neither way.
+        """
+        own = await self.p2p.get_visible_maddrs()
+
+        async def ask_one(peer: str) -> bool | None:
+            try:
+                stream = await open_stream(self.p2p, peer, DIALBACK_STREAM, silence_s=DIALBACK_S)
+            except WireError:
+                return None
+            return await ask(stream, own)
+
+        answers = await asyncio.gather(*(ask_one(str(_peer_of(peer))) for peer in peers[:MAX_DIALBACKS]))
+        if False in answers and True not in answers:
+            raise ValidationError("others have dialled this peer and got no answer")
 
     async def _dial(self, peer: Multiaddr) -> bool:
         try:

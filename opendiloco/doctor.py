@@ -34,8 +34,8 @@ MAX_SKEW_S = 1.0
 RUN_WAIT_S = 2.0
 PROBED = 3
 """Workers whose download is measured."""
-SLOW_SHARE = 0.1
-"""Of an inner phase: an exchange that takes longer than that is worth a word."""
+SLOW_SHARE, SLOW_S = 0.1, 2.0
+"""Of an inner phase, and at least: an exchange that takes longer than that is worth a word."""
 MARKS = {"ok": "ok   ", "note": "note ", "bad": "BAD  "}
 
 
@@ -124,13 +124,9 @@ def ports(config: SwarmConfig) -> Iterator[Finding]:
             continue
         host, port = found.groups()
         if host in ("127.0.0.1", "::1"):
-            yield Finding(
-                "note", f"swarm.host_maddrs {address} can be reached from this machine only: see peers/profiles"
-            )
+            yield Finding("note", f"swarm.host_maddrs {address} is for this machine only: see peers/profiles")
         elif port == "0":
-            yield Finding(
-                "note", f"swarm.host_maddrs {address} takes another port at each start: name one to be opened"
-            )
+            yield Finding("note", f"swarm.host_maddrs {address} takes any port: name one that can be opened")
         else:
             yield Finding("ok", f"TCP port {port} has to be open from outside (swarm.host_maddrs)")
 
@@ -266,10 +262,9 @@ def bandwidth(peer: Peer, contract: Contract, needs: Needs, seen: Mapping[str, S
         f"exchange takes at least {needs.exchange_bytes / max(rates):,.1f} s each way"
     )
     phases = [one.told.rounds[-1].inner_s for one in seen.values() if one.told and one.told.rounds]
-    if phases and needs.exchange_bytes / max(rates) > SLOW_SHARE * statistics.median(phases):
-        yield Finding(
-            "note", f"{text}, of phases of {statistics.median(phases):,.0f} s: others will wait for this link"
-        )
+    phase_s, exchange_s = statistics.median(phases or [0.0]), needs.exchange_bytes / max(rates)
+    if exchange_s > max(SLOW_S, SLOW_SHARE * phase_s):
+        yield Finding("note", f"{text}; phases take {phase_s:,.0f} s: others will wait for this link")
     else:
         yield Finding("ok", text)
 
