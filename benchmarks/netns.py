@@ -11,14 +11,14 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.common import BenchmarkError
 
-SUBNET = "10.79.0"
+SUBNET, HIDDEN_SUBNET = "10.79.0", "10.80"
 PORT = 31337
 MOST_HOSTS = 200
 QUEUE_MS = 100
@@ -45,16 +45,18 @@ class NamespaceHost:
     number: int
     namespace: int
     """A descriptor that holds it."""
-
-    @property
-    def ip(self) -> str:
-        """Its address."""
-        return f"{SUBNET}.{self.number + 1}"
+    ip: str
+    """Its address."""
 
     @property
     def prefix(self) -> list[str]:
         """What runs a command there, when put before it. The process is that of the command."""
         return _inside(self.namespace)
+
+    @property
+    def path(self) -> str:
+        """The namespace as a file."""
+        return _path(self.namespace)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,8 +78,13 @@ class NamespaceHost:
 class Hosts:
     """A network of hosts; use it as a context manager."""
 
-    def __init__(self, count: int, *, mbit: float | None = None) -> None:
-        """Args: `mbit` is what each link carries each way, in Mbit/s; None: as much as the machine can.
+    def __init__(self, count: int, *, mbit: float | None = None, hidden: Collection[int] = ()) -> None:
+        """Make hosts.
+
+        Args:
+            mbit: what each link carries each way, in Mbit/s; None: as much as the machine can.
+            hidden: numbers of hosts, from 0, that stand behind a router which translates addresses: nobody gets to
+                them from outside. Needs nft.
 
         Raises:
             BenchmarkError: it cannot be had; `why_not` says so before.
@@ -89,7 +96,7 @@ class Hosts:
             self._bridge = self._hold()
             self._ip("link", "add", "name", "bridge0", "type", "bridge")
             self._ip("link", "set", "bridge0", "up")
-            self.hosts = [self._add(number, mbit) for number in range(count)]
+            self.hosts = [self._add(number, mbit, is_hidden=number in hidden) for number in range(count)]
         except BaseException:
             self.close()
             raise
@@ -122,20 +129,41 @@ class Hosts:
     ) -> None:
         self.close()
 
-    def _add(self, number: int, mbit: float | None) -> NamespaceHost:
-        host = NamespaceHost(number, self._hold())
-        peer = ["peer", "name", "eth0", "netns", _path(host.namespace)]
-        self._ip("link", "add", "name", _port(host), "type", "veth", *peer)
-        self._ip("link", "set", _port(host), "master", "bridge0", "up")
-        for arguments in (
-            ["link", "set", "lo", "up"],
-            ["addr", "add", f"{host.ip}/24", "dev", "eth0"],
-            ["link", "set", "eth0", "up"],
-        ):
-            _run([*host.prefix, "ip", *arguments])
+    def _add(self, number: int, mbit: float | None, *, is_hidden: bool) -> NamespaceHost:
+        outside = f"{SUBNET}.{number + 1}"
+        namespace = self._on_bridge(_port_name(number), outside)
+        host = NamespaceHost(number, namespace, outside)
+        if is_hidden:
+            host = NamespaceHost(number, self._behind(namespace, number), f"{HIDDEN_SUBNET}.{number}.2")
         if mbit is not None:
             self.shape(host, mbit)
         return host
+
+    def _on_bridge(self, port: str, ip: str) -> int:
+        """A namespace with one link, to the bridge."""
+        namespace = self._hold()
+        self._ip("link", "add", "name", port, "type", "veth", "peer", "name", "eth0", "netns", _path(namespace))
+        self._ip("link", "set", port, "master", "bridge0", "up")
+        _configure(namespace, "eth0", ip)
+        return namespace
+
+    def _behind(self, router: int, number: int) -> int:
+        """A namespace whose one link ends at a router, which passes on what comes from there, under its own address."""
+        namespace, gateway = self._hold(), f"{HIDDEN_SUBNET}.{number}.1"
+        inside = _inside(router)
+        peer = ["peer", "name", "eth0", "netns", _path(namespace)]
+        _run([*inside, "ip", "link", "add", "name", "lan0", "type", "veth", *peer])
+        _configure(router, "lan0", gateway)
+        _configure(namespace, "eth0", f"{HIDDEN_SUBNET}.{number}.2")
+        _run([*_inside(namespace), "ip", "route", "add", "default", "via", gateway])
+        _run([*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
+        for rule in (
+            "add table ip nat",
+            "add chain ip nat post { type nat hook postrouting priority 100 ; }",
+            "add rule ip nat post oifname eth0 masquerade",
+        ):
+            _run([*inside, "nft", rule])
+        return namespace
 
     def _hold(self) -> int:
         self._held.append(_new_namespace())
@@ -147,7 +175,21 @@ class Hosts:
 
 def _port(host: NamespaceHost) -> str:
     """The bridge's end of a host's link."""
-    return f"port{host.number}"
+    return _port_name(host.number)
+
+
+def _port_name(number: int) -> str:
+    return f"port{number}"
+
+
+def _configure(namespace: int, device: str, ip: str) -> None:
+    """Give a namespace's link its address."""
+    for arguments in (
+        ["link", "set", "lo", "up"],
+        ["addr", "add", f"{ip}/24", "dev", device],
+        ["link", "set", device, "up"],
+    ):
+        _run([*_inside(namespace), "ip", *arguments])
 
 
 def _path(namespace: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
+from benchmarks.netns import NamespaceHost
 from opendiloco.config import Contract, DataConfig, InnerConfig, ModelConfig, OuterConfig, RoundsConfig, RunConfig
 from opendiloco.metrics import read_metrics
 from opendiloco.settings import write_toml
@@ -29,13 +30,24 @@ class Command:
 
     popen: Forked | subprocess.Popen[bytes]
 
-    def __init__(self, folder: Path, arguments: Sequence[str], warm: Warm, *, is_told: bool = True) -> None:
-        """Args: `is_told` of its folder; else only its output is written there."""
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        warm: Warm,
+        *,
+        is_told: bool = True,
+        host: NamespaceHost | None = None,
+    ) -> None:
+        """Args: `is_told` of its folder; else only its output is written there. `host` is where it runs."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, arguments = folder, [*arguments, *(["--out", str(folder)] if is_told else [])]
         if os.environ.get("PYTHONPATH") == warm.python_path:
             self.popen = warm.start(
-                ["-m", "opendiloco", *arguments], out=folder / "stdout.txt", errors=folder / "stderr.txt"
+                ["-m", "opendiloco", *arguments],
+                out=folder / "stdout.txt",
+                errors=folder / "stderr.txt",
+                namespace=host.path if host is not None else None,
             )
             return
         with (folder / "stdout.txt").open("wb") as out, (folder / "stderr.txt").open("wb") as errors:
@@ -90,10 +102,12 @@ class Commands:
         self._root, self._text_file, self._warm = root, text_file, warm
         self._started: list[Command] = []
 
-    def start(self, *arguments: str, folder: Path | None = None, is_told: bool = True) -> Command:
+    def start(
+        self, *arguments: str, folder: Path | None = None, is_told: bool = True, host: NamespaceHost | None = None
+    ) -> Command:
         """Run `opendiloco ARGUMENTS`, in a new folder or on in an old one; see `Command`."""
         folder = folder or self._root / f"command-{len(self._started)}"
-        command = Command(folder, arguments, self._warm, is_told=is_told)
+        command = Command(folder, arguments, self._warm, is_told=is_told, host=host)
         self._started.append(command)
         return command
 
@@ -104,6 +118,7 @@ class Commands:
         *,
         sets: Sequence[str] = (),
         folder: Path | None = None,
+        host: NamespaceHost | None = None,
     ) -> Command:
         """`opendiloco train`; a worker without a contract takes the swarm's."""
         arguments = ["train", "--set", "compute.threads=1", "--set", "log.every_steps=1"]
@@ -114,7 +129,7 @@ class Commands:
             run_toml = self._root / f"{contract.digest}.toml"
             write_toml(run_toml, contract)
             arguments += ["--run", str(run_toml)]
-        return self.start(*arguments, folder=folder)
+        return self.start(*arguments, folder=folder, host=host)
 
     def contract(
         self, *, rounds: int = 5, codec: str = "int8", weighting: str = "uniform", **settings: Any

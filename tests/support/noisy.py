@@ -12,11 +12,9 @@ from typing import Any, Protocol
 import pytest
 
 from benchmarks import noise
+from benchmarks.netns import NamespaceHost
 from benchmarks.noise import NoiseWorker
 from support.warm import Warm
-
-NET = "--net="
-"""Before the file of a namespace, in a command that runs something there."""
 
 
 class WarmWorker(NoiseWorker):
@@ -31,7 +29,7 @@ class WarmWorker(NoiseWorker):
             [noise.__file__, *self._arguments, *peers],
             out=self._folder / "lines.jsonl",
             errors=self._folder / "errors.txt",
-            namespace=next((part.removeprefix(NET) for part in self.host.prefix if part.startswith(NET)), None),
+            namespace=self.host.path if isinstance(self.host, NamespaceHost) else None,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from benchmarks import bench_dht, bench_recover, bench_train, bench_wan
 from benchmarks.netns import Hosts, NamespaceHost, why_not
 
 if TYPE_CHECKING:
+    from support.commands import Commands
     from support.noisy import RunBenchmark
     from support.waiting import WaitUntil
 
@@ -93,6 +95,29 @@ def test_a_cut_host_is_out_of_reach_until_its_link_is_mended(network: Hosts, ser
     network.mend(sender)
     assert send(sender, receiver, 10, limit_s=60)
     assert int(server.stdout.readline()) == 10
+
+
+def test_a_host_behind_a_router_gets_out_and_nobody_gets_in(commands: Commands, wait_until: WaitUntil) -> None:
+    """A worker there hears so at once, and takes part as a client, which two others reduce for."""
+    if shutil.which("nft") is None:
+        pytest.skip("nft not found: install nftables")
+    with Hosts(3, hidden=[2]) as network:
+        first_host, second_host, hidden = network.hosts
+        assert not send(first_host, hidden, 10, limit_s=0.5)
+        contract = commands.contract(rounds=4, start_peers=3)
+        first = commands.worker(contract=contract, sets=first_host.sets, host=first_host)
+        wait_until(lambda: (first.folder / "addresses").exists(), "it can be joined")
+        peers = (first.folder / "addresses").read_text().split()
+        second = commands.worker(peers, sets=second_host.sets, host=second_host)
+        refused = commands.worker(peers, sets=hidden.sets, host=hidden)
+        assert refused.wait() == 64
+        assert "others cannot reach this peer" in refused.complaint
+        client = commands.worker(peers, sets=["swarm.client_mode=true"], host=hidden)
+        everybody = [first, second, client]
+        assert [worker.wait() for worker in everybody] == [0, 0, 0], client.errors
+        rounds = [[one for one in worker.events("round") if one["verdict"] == "commit"] for worker in everybody]
+        assert len({tuple((one["round"], one["params_hash"]) for one in of_worker) for of_worker in rounds}) == 1
+        assert all(len(one["participants"]) == 3 for of_worker in rounds for one in of_worker)
 
 
 def test_links_go_with_their_owner_however_it_ends(wait_until: WaitUntil) -> None:
