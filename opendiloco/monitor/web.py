@@ -40,6 +40,7 @@ class Board:
     def __init__(self, history: History) -> None:
         self._history, self._lock = history, threading.Lock()
         self._life = secrets.token_hex(8)
+        self.is_closed = False
         self._snapshot: dict[str, Any] | None = None
         self._changed: set[Callable[[], None]] = set()
 
@@ -48,6 +49,13 @@ class Board:
         with self._lock:
             self._history.look(workers, snapshot.time)
             self._snapshot = snapshot.to_json()
+            for call in self._changed:
+                call()
+
+    def close(self) -> None:
+        """Nothing more comes: whoever follows is let go."""
+        with self._lock:
+            self.is_closed = True
             for call in self._changed:
                 call()
 
@@ -117,6 +125,7 @@ def serve(address: str, board: Board, watch: Callable[[], None], *, stop: thread
             watch()
         finally:
             stop.set()
+            board.close()
             server.should_exit = True
             thread.join(5.0)
 
@@ -190,7 +199,7 @@ async def _stream(board: Board, since: int) -> AsyncIterator[bytes]:
             loop.call_soon_threadsafe(changed.set)
 
     with board.following(wake):
-        while True:
+        while not board.is_closed:
             news = board.news(since)
             since = news["count"]
             yield f"data: {json.dumps(news)}\n\n".encode()
