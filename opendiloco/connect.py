@@ -74,6 +74,10 @@ class Host:
                     initial_peers=reached or None,
                     client_mode=self._config.client_mode,
                     record_validator=SignedRecords(self._identity),
+                    # Only those who keep a record give it away: a look is answered by five peers, not by everybody
+                    cache_locally=False,
+                    cache_nearest=0,
+                    cache_on_store=False,
                     wait_timeout=limit_s,  # the first answer decides, and may come late
                     bootstrap_timeout=answer_s,
                     strict=False,  # what others find wrong with this peer they are asked again below

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class Heartbeat:
     """Background tasks of one peer, from their start until they end or `close`."""
 
-    def __init__(self, every_s: float) -> None:
+    def __init__(self, every_s: Callable[[], float]) -> None:
+        """Args: `every_s` gives the seconds to the next beat."""
         self.failure: SwarmError | None = None
         """Why this peer must not go on: a task without which it is of no use has died."""
         self._every_s = every_s
@@ -51,7 +52,7 @@ class Heartbeat:
     async def _beat(self, work: Callable[[], Work], *, overlaps: bool, is_vital: bool) -> None:
         last: asyncio.Task[None] | None = None
         while True:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(self._every_s())
             if overlaps or last is None or last.done():
                 last = self.start(work(), is_vital=is_vital)
 

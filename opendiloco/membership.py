@@ -32,6 +32,8 @@ MAX_RECORD_BYTES = 64 * 1024
 MAX_LIFETIME_S = 300.0
 CONTRACT_LIFETIME_S = 60.0
 TOLD_LIFETIME_S = 180.0
+USUAL_WORKERS = 16
+MAX_STRETCH = 16.0
 CONTRACT_COPIES = 3
 READ_LIMIT_S = 10.0
 REMEMBERED_S = 3600.0
@@ -110,8 +112,22 @@ class Membership:
     """Every worker of the run that was seen in the last hour, and when."""
     _expirations: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def stretch(self) -> float:
+        """How much longer beats and records last than in a small swarm.
+
+        Everybody reads everybody's record at every beat: beyond `USUAL_WORKERS` the beat slows down as their number
+        grows, so that what a worker reads stays what it is there.
+        """
+        return min(MAX_STRETCH, max(1.0, (1 + len(self.view)) / USUAL_WORKERS))
+
+    @property
+    def lifetime_s(self) -> float:
+        """Seconds after which a worker that renews no record counts as gone."""
+        return self.expiry_s * self.stretch
+
     async def announce(self, progress: Progress) -> bool:
-        """Store this peer's progress for the next `expiry_s` seconds; False when nobody took it."""
+        """Store this peer's progress for the next `lifetime_s` seconds; False when nobody took it."""
         return await self._store(f"{self.run_id}.progress", self.identity.peer_id, progress.model_dump())
 
     async def tell(self, told: Told) -> bool:
@@ -185,7 +201,7 @@ class Membership:
         }
 
     async def _store(self, key: str, subkey: str, value: Any, lifetime_s: float | None = None) -> bool:
-        expiration = time.time() + (lifetime_s or self.expiry_s)
+        expiration = time.time() + (lifetime_s or self.lifetime_s)
         return bool(await self.node.store(key, value, expiration_time=expiration, subkey=subkey))
 
     async def _read_progress(self, run_id: str) -> dict[str, tuple[Progress | None, float]]:

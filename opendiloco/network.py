@@ -100,7 +100,7 @@ class PeerProcess(Onlooker):
             remember=self._donor.remember,
             history=self._donor.history,
             folder=self._folder,
-            patience_s=2 * self._config.expiry_s,
+            patience_s=lambda: 2 * self._membership.lifetime_s,
         )
         groups = Groups(p2p, codec, silence_s=silence_s)
         rendezvous = Rendezvous(
@@ -125,7 +125,7 @@ class PeerProcess(Onlooker):
         self._teller = Teller(
             self._membership,
             Told(session=presence.session, version=metadata.version("opendiloco-p2p")),
-            every_s=self._config.heartbeat_s,
+            every_s=presence.beat_s,
             bandwidth=lambda: groups.bandwidth,
         )
         self._entered = True
@@ -172,7 +172,7 @@ class PeerProcess(Onlooker):
                 raise SwarmError(
                     f"run {presence.contract.run.id} had reached round {reached}, and none of its workers is there any "
                     f"more: --resume latest goes on from a checkpoint of theirs; to begin anew choose another run.id, "
-                    f"or wait {self._config.expiry_s:g} s"
+                    f"or wait {self._membership.lifetime_s:.0f} s"
                 )
             present = len(presence.outlook().candidates.keys() | {presence.peer})
             if not reached and (present >= presence.contract.rounds.start_peers or presence.position.round > 0):
@@ -224,7 +224,7 @@ class PeerProcess(Onlooker):
             part.lineage,
             others,
             records=lambda: membership.left | membership.view,
-            patience_s=2 * self._config.heartbeat_s,
+            patience_s=2 * presence.beat_s(),
         )
         return {presence.peer: part, **found}
 

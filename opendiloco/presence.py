@@ -23,7 +23,7 @@ from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key
 from opendiloco.sight import heaviest, missing_line, phase_of_others
 
-REFRESH_S = 0.25  # shortest time between two looks at the DHT
+REFRESH_S = 0.25  # shortest time between two looks at the DHT, of a small swarm
 RENEWED_BEATS = 3  # without a new record, after which a worker that cannot be reached either is taken for dead
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Presence:
         self._refusal: SettingsError | None = None
         self._membership, self._config, self._reconnect = membership, config, reconnect
         self._peer = membership.identity.peer_id
-        self._agreement, self._heart = Agreement(contract.run.id, membership), Heartbeat(config.heartbeat_s)
+        self._agreement, self._heart = Agreement(contract.run.id, membership), Heartbeat(self.beat_s)
         self._watch, self._has_stopped = Watch(), False
         self._refreshed = 0.0
         self._phase_started = now = time.time()
@@ -86,6 +86,10 @@ class Presence:
         self._heart.keep_up(self._look_around)
         self._heart.keep_up(self._keep_contract, is_vital=False)
         self._heart.keep_up(self._look_for_lost_peers, is_vital=False)
+
+    def beat_s(self) -> float:
+        """Seconds between two records of a worker."""
+        return self._config.heartbeat_s * self._membership.stretch
 
     async def close(self) -> None:
         """Stop the heartbeat."""
@@ -172,7 +176,7 @@ class Presence:
             self._update(state="following")
         self._update(issued=time.time())
         try:
-            async with asyncio.timeout(self._config.expiry_s):  # then it has expired
+            async with asyncio.timeout(self._membership.lifetime_s):  # then it has expired
                 await self._membership.announce(self._own)
         except TRANSPORT_ERRORS as error:
             logger.warning("the DHT did not take this peer's record: %r", error)
@@ -199,7 +203,7 @@ class Presence:
     async def refresh(self, *, at_once: bool = False) -> None:
         """Look at the DHT, unless that was done just now; a DHT that fails leaves the last view."""
         now = time.monotonic()
-        if now - self._refreshed < REFRESH_S and not at_once:
+        if now - self._refreshed < REFRESH_S * self._membership.stretch and not at_once:
             return
         self._refreshed = now
         try:
@@ -301,7 +305,7 @@ class Presence:
     def is_heard_of(self, peer: str) -> bool:
         """Whether another worker still renews its record."""
         record = self._membership.view.get(peer)
-        return record is not None and time.time() - record.issued < RENEWED_BEATS * self._config.heartbeat_s
+        return record is not None and time.time() - record.issued < RENEWED_BEATS * self.beat_s()
 
     def check_agreement(self) -> None:
         """Raise where this worker cannot go on beside the others; see `agreement`."""

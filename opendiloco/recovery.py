@@ -70,7 +70,7 @@ class Recoverer:
         remember: Callable[[LogEntry, list[memoryview]], None],
         history: Callable[[str], list[tuple[int, str]]],
         folder: Path,
-        patience_s: float,
+        patience_s: Callable[[], float],
     ) -> None:
         """Prepare to recover.
 
@@ -80,7 +80,7 @@ class Recoverer:
             announced_hash: what others say of a state.
             history: the logged rounds that led to a lineage, newest first, each with the lineage before it.
             folder: takes this worker's own state while another one is fetched.
-            patience_s: how long donors that have died may still be in sight.
+            patience_s: how long, in seconds, donors that have died may still be in sight.
         """
         self._peer, self._history = peer, history
         self._folder, self._patience_s = folder, patience_s
@@ -126,7 +126,7 @@ class Recoverer:
 
     async def _catch_up(self, holders: Sequence[str]) -> Recovery:
         start, began = self._start, time.monotonic()
-        give_up = began + self._patience_s
+        give_up = began + self._patience_s()
         position, attempts = start, 0
         if holders:
             position = await self._replay_one(start, holders) or start

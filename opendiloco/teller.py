@@ -24,11 +24,11 @@ class Teller:
         membership: Membership,
         told: Told,
         *,
-        every_s: float,
+        every_s: Callable[[], float],
         bandwidth: Callable[[], float | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: `every_s` seconds at least between two records; `bandwidth` as it is measured, bytes per second."""
+        """Args: `every_s` seconds between two records; `bandwidth` as it is measured, bytes per second."""
         self._membership, self._told, self._bandwidth, self._clock = membership, told, bandwidth, clock
         self._heart = Heartbeat(every_s)
         self._is_new, self._stored = True, 0.0

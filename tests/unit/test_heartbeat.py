@@ -18,7 +18,7 @@ async def forever() -> None:
 @pytest.mark.parametrize(("overlaps", "at_once"), [(True, 5), (False, 1)])
 def test_work_that_overlaps_begins_at_each_beat_and_other_work_once_at_a_time(overlaps: bool, at_once: int) -> None:
     async def run() -> None:
-        heart, begun, quick = Heartbeat(BEAT_S), 0, asyncio.Semaphore(0)
+        heart, begun, quick = Heartbeat(lambda: BEAT_S), 0, asyncio.Semaphore(0)
 
         async def slow() -> None:
             nonlocal begun
@@ -43,7 +43,7 @@ def test_work_that_dies_is_logged_and_goes_on_and_ends_the_peer_if_it_is_vital(
     is_vital: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> Heartbeat:
-        heart, again, calls = Heartbeat(BEAT_S), asyncio.Event(), 0
+        heart, again, calls = Heartbeat(lambda: BEAT_S), asyncio.Event(), 0
 
         async def fail() -> None:
             nonlocal calls
@@ -65,7 +65,7 @@ def test_work_that_dies_is_logged_and_goes_on_and_ends_the_peer_if_it_is_vital(
 
 def test_nothing_goes_on_after_the_end() -> None:
     async def run() -> None:
-        heart = Heartbeat(BEAT_S)
+        heart = Heartbeat(lambda: BEAT_S)
         tasks = [heart.start(forever()) for _ in range(2)]
         await heart.close()
         assert all(task.cancelled() for task in tasks)

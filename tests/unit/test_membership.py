@@ -24,10 +24,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from opendiloco import membership
-from opendiloco.claims import Progress
+from opendiloco.claims import Progress, Told
 from opendiloco.config import Contract, contract_to_wire
 from opendiloco.identity import Identity, peer_id_of
-from opendiloco.membership import MAX_LIFETIME_S, MAX_RECORD_BYTES, Membership, SignedRecords
+from opendiloco.membership import (
+    MAX_LIFETIME_S,
+    MAX_RECORD_BYTES,
+    MAX_STRETCH,
+    USUAL_WORKERS,
+    Membership,
+    SignedRecords,
+)
 
 OWNER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 STRANGER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33))))
@@ -312,6 +319,7 @@ class Dht:
     def __init__(self, **held: dict[str, Any]) -> None:
         self.held = {key.replace("_", "."): values for key, values in held.items()}
         self.stored: list[tuple[str, str]] = []
+        self.expirations: list[float] = []
         self.answers = True
 
     async def get(self, key: str, *, latest: bool) -> Any:
@@ -323,6 +331,7 @@ class Dht:
 
     async def store(self, key: str, value: Any, *, expiration_time: float, subkey: str) -> bool:
         self.stored.append((key, subkey))
+        self.expirations.append(expiration_time)
         return True
 
 
@@ -414,3 +423,44 @@ def test_a_run_whose_workers_have_gone_is_one_to_compare_with_and_none_to_join()
         assert list(asyncio.run(member(dht).find_runs())) == ["run"]
     dht.held["run.progress"] = {STRANGER.peer_id: progress()}
     assert list(asyncio.run(member(dht).find_runs(with_workers=True))) == ["run"]
+
+
+def names(count: int) -> list[str]:
+    return [Identity(ed25519.Ed25519PrivateKey.generate()).peer_id for _ in range(count)]
+
+
+@pytest.mark.parametrize(("others", "stretch"), [(0, 1.0), (USUAL_WORKERS - 1, 1.0), (2 * USUAL_WORKERS - 1, 2.0)])
+def test_beats_slow_down_and_records_live_longer_in_a_large_swarm(others: int, stretch: float) -> None:
+    """Otherwise what is read grows with the square of the number of workers."""
+    dht = Dht(run_progress={name: progress() for name in names(others)})
+    one = member(dht)
+    asyncio.run(one.refresh())
+    assert (len(one.view), one.stretch, one.lifetime_s) == (others, stretch, 12.0 * stretch)
+    asyncio.run(one.announce(Progress.model_validate(progress())))
+    assert dht.expirations[-1] - time.time() == pytest.approx(12.0 * stretch, abs=5)
+
+
+def test_no_number_of_records_makes_a_worker_fall_silent() -> None:
+    dht = Dht(run_progress={f"{number:052}": progress() for number in range(2 * int(MAX_STRETCH) * USUAL_WORKERS)})
+    one = member(dht)
+    asyncio.run(one.refresh())
+    assert one.stretch == MAX_STRETCH
+    assert one.lifetime_s < MAX_LIFETIME_S
+
+
+def test_whoever_only_looks_gets_all_that_makes_sense() -> None:
+    tells = Told(session="0" * 16, version="0.1.0")
+    one = member(
+        Dht(
+            run_progress={"a": progress(), "b": {"round": "x"}, f"run/{STRANGER.peer_id}": progress()},
+            run_told={"a": tells.model_dump(), "c": tells.model_dump(), "d": {"version": "<b>"}},
+        ),
+        run_id="",
+    )
+    seen = asyncio.run(one.observe("run"))
+    assert {peer: (found.progress is not None, found.told == tells) for peer, found in seen.items()} == {
+        "a": (True, True),
+        "b": (False, False),
+        "c": (False, True),
+        "d": (False, False),
+    }

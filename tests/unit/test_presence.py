@@ -29,6 +29,7 @@ class SlowMembership:
         self.own: Progress | None = None
         self.announced = asyncio.Semaphore(0)
         self.is_slow = False
+        self.stretch, self.lifetime_s = 1.0, 12.0
 
     async def announce(self, progress: Progress) -> None:
         self.announced.release()
