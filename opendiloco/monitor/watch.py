@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -13,8 +12,8 @@ from opendiloco.monitor.snapshot import Snapshot, snapshot
 from opendiloco.peer import Peer
 
 LOOK_S = 2.0
-
-logger = logging.getLogger(__name__)
+CONTRACT_LOOKS = 10
+"""Looks after which contracts are read again: others may have come up."""
 
 
 class Watch:
@@ -23,6 +22,7 @@ class Watch:
     def __init__(self, onlooker: Peer, run_id: str | None, *, clock: Callable[[], float] = time.time) -> None:
         self._onlooker, self._run_id, self._clock = onlooker, run_id, clock
         self._contracts: list[Contract] = []
+        self._looks = 0
         self._sights = Sights()
 
     def find(self) -> str | None:
@@ -47,10 +47,9 @@ class Watch:
     def look(self) -> Snapshot:
         """One look, after `find` has found the run."""
         assert self._run_id is not None
-        if runs := self._onlooker.runs(with_workers=False).get(
-            self._run_id
-        ):  # the contract outlives the last worker by a minute only
-            self._contracts = runs
+        self._looks += 1
+        if self._looks % CONTRACT_LOOKS == 0:  # the last one seen is kept: it outlives the last worker by a minute only
+            self._contracts = self._onlooker.runs(with_workers=False).get(self._run_id, self._contracts)
         seen, now = self._onlooker.observe(self._run_id), self._clock()
         self._sights.look(seen, now)
         return snapshot(self._contracts, self._sights.workers, now)

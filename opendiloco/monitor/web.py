@@ -114,7 +114,6 @@ def serve(address: str, board: Board, watch: Callable[[], None], *, stop: thread
             timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="web page", daemon=True)
         thread.start()
         shown = f"[{host}]" if ":" in host else host
