@@ -22,7 +22,7 @@ from opendiloco.settings import load_settings
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "peers"
 PROFILES = sorted((PEERS / "profiles").glob("*.toml"))
-KEEP = PEERS / "local" / "keep.sh"
+KEEP = PEERS / "local" / "keep.py"
 RECIPES = ("local", "docker", "systemd", "slurm", "skypilot")
 
 
@@ -82,7 +82,7 @@ def test_a_request_to_leave_reaches_the_peer_and_its_code_comes_back(number: sig
     os.mkfifo(up)
     script = (
         "import signal, time, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(7)))\n"
+        f"signal.signal({int(number)}, lambda *_: (time.sleep(0.3), sys.exit(7)))\n"
         f"open({str(up)!r}, 'w').close()\n"
         "time.sleep(60)"
     )
@@ -90,6 +90,19 @@ def test_a_request_to_leave_reaches_the_peer_and_its_code_comes_back(number: sig
     up.read_bytes()  # it is there
     process.send_signal(number)
     assert ended_with(process)[0] == 7
+
+
+def test_under_nohup_the_end_of_the_terminal_is_no_request_to_leave(tmp_path: Path) -> None:
+    up, go = tmp_path / "up", tmp_path / "go"
+    os.mkfifo(up)
+    os.mkfifo(go)
+    script = f"open({str(up)!r}, 'w').close(); open({str(go)!r}).read()"
+    command = ["sh", "-c", 'trap \'\' HUP; exec "$0" "$@"', str(KEEP), sys.executable, "-c", script]
+    with subprocess.Popen(command) as process:
+        up.read_bytes()
+        process.send_signal(signal.SIGHUP)
+        go.write_text("on")
+        assert process.wait(10) == 0
 
 
 def test_a_request_to_leave_during_a_pause_ends_it_at_once() -> None:
@@ -115,12 +128,11 @@ def test_systemd_is_told_when_a_peer_can_be_joined(kind: str, tmp_path: Path, mo
     tell_ready()
 
 
-@pytest.mark.parametrize("script", ["local/keep.sh", "slurm/worker.sbatch"])
+@pytest.mark.parametrize("script", ["peers/slurm/worker.sbatch", "launch.sh", ".ci/run"])
 def test_shell_scripts_are_sound(script: str) -> None:
-    shell = "bash" if "sbatch" in script else "sh"
-    assert subprocess.run([shell, "-n", str(PEERS / script)], capture_output=True).returncode == 0
+    assert subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True).returncode == 0
     shellcheck = Path(sys.prefix) / "bin" / "shellcheck"
-    found = subprocess.run([str(shellcheck), str(PEERS / script)], capture_output=True, text=True)
+    found = subprocess.run([str(shellcheck), str(ROOT / script)], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
 
 
@@ -153,6 +165,6 @@ def test_the_files_of_compose_and_skypilot_start_a_worker_through_addresses_that
     task = yaml.safe_load((PEERS / "skypilot" / "worker.yaml").read_text())
     assert (ROOT / task["envs"]["PROFILE"]).is_file()
     assert task["envs"]["PEERS"] is None  # has to be given
-    assert "peers/local/keep.sh opendiloco train" in task["run"]
+    assert "peers/local/keep.py opendiloco train" in task["run"]
     bash = subprocess.run(["bash", "-n"], input=task["setup"] + task["run"], capture_output=True, text=True)
     assert bash.returncode == 0, bash.stderr
