@@ -131,7 +131,7 @@ class Recovery:
     position: Position
     donors: tuple[str, ...] = ()
     received_bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     """Until the state was there and its hash confirmed."""
     rounds_replayed: int = 0
     full_state: bool = False
