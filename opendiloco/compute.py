@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from torch import Tensor, distributed, nn
 from opendiloco.config import ComputeConfig, Precision
 from opendiloco.errors import SettingsError
 from opendiloco.loss import causal_lm_loss
+from opendiloco.machine import cores
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
@@ -36,10 +36,10 @@ def choose_device(compute: ComputeConfig) -> torch.device:
         SettingsError: there is no such device, or more threads than cores.
     """
     if compute.threads:
-        if compute.threads > (cores := os.cpu_count() or compute.threads):
+        if compute.threads > (there := cores()):
             raise SettingsError(
-                f"compute.threads is {compute.threads}, and this machine has {cores} cores: threads without a core "
-                f"only wait for one another; use at most {cores}, or 0 for torch's default"
+                f"compute.threads is {compute.threads}, and this machine has {there} cores: threads without a core "
+                f"only wait for one another; use at most {there}, or 0 for torch's default"
             )
         torch.set_num_threads(compute.threads)
     if compute.device == "auto":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
+from opendiloco.machine import cores
 from opendiloco.metrics import MetricsReader
 from opendiloco.processes import Process, Processes, interruptible
 from opendiloco.settings import Flag, Settings, load_settings, write_toml
@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace, console: Console, stack: contextlib.ExitSt
     processes = Processes(out)
     stack.callback(processes.stop)
     addresses = _start_bootstrap(processes, out / "bootstrap.addr")
-    threads = max(1, (os.cpu_count() or 1) // options.workers)
+    threads = max(1, cores() // options.workers)
     workers = []
     for index in range(options.workers):
         arguments = ["train", "--peers", *addresses, "--set", f"compute.threads={threads}", *_passed_on(options)]

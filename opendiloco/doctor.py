@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
@@ -24,6 +23,7 @@ from opendiloco.config import ComputeConfig, Contract, SwarmConfig
 from opendiloco.errors import OpendilocoError, SettingsError, one_line
 from opendiloco.leave import Leave
 from opendiloco.logs import setup_logging
+from opendiloco.machine import available_bytes, cores
 from opendiloco.needs import FP32_BYTES, Needs, needs_of
 from opendiloco.peer import Peer
 from opendiloco.settings import Settings
@@ -223,7 +223,7 @@ def fits(settings: Settings, contract: Contract, out: Path) -> Generator[Finding
 
 def _device(device: torch.device, compute: ComputeConfig) -> Iterator[Finding]:
     if device.type != "cuda":
-        yield Finding("ok", f"trains on the CPU ({os.cpu_count()} cores), {compute.precision}")
+        yield Finding("ok", f"trains on the CPU ({cores()} cores), {compute.precision}")
         return
     name, has_bf16 = torch.cuda.get_device_name(device), torch.cuda.is_bf16_supported(including_emulation=False)
     if compute.precision == "bf16" and not has_bf16:
@@ -236,16 +236,6 @@ def _device(device: torch.device, compute: ComputeConfig) -> Iterator[Finding]:
 def _enough(what: str, needed: int, there: int) -> Finding:
     text = f"{what}: {needed / GIB:.1f} GiB needed, {there / GIB:.1f} GiB free"
     return Finding("ok", text) if needed <= there else Finding("bad", f"{text}: use a larger machine, or free some")
-
-
-def available_bytes() -> int:
-    """Memory that a new process can have: of the machine, or what is left of a container's."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return available
 
 
 def bandwidth(peer: Peer, contract: Contract, needs: Needs, seen: Mapping[str, Seen]) -> Iterator[Finding]:

@@ -127,5 +127,9 @@ def _flat(metadata: Sequence[object]) -> Iterator[object]:
 
 
 def _bounds(metadata: Sequence[object]) -> Iterator[str]:
-    words = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le:g}", Lt: "below {0.lt}"}
-    return (", " + words[type(item)].format(item) for item in metadata if type(item) in words)
+    words = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
+    for item in metadata:
+        if type(item) in words:
+            name, word = words[type(item)]
+            value = getattr(item, name)
+            yield f", {word} {int(value) if value == int(value) else value}"

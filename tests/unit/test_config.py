@@ -114,19 +114,19 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
         ("inner={steps=3}", "--set inner={steps=3}: write section.key=value, for example --set inner.steps=100"),
         (
             "inner.steps=0",
-            "inner.steps is 0 in --set: must be a whole number of inner steps, at least 1, at most 1e+09",
+            "inner.steps is 0 in --set: must be a whole number of inner steps, at least 1, at most 1000000000",
         ),
         (
             "inner.steps=true",
-            "inner.steps is true in --set: must be a whole number of inner steps, at least 1, at most 1e+09",
+            "inner.steps is true in --set: must be a whole number of inner steps, at least 1, at most 1000000000",
         ),
         (
             'inner.steps="3"',
-            'inner.steps is "3" in --set: must be a whole number of inner steps, at least 1, at most 1e+09',
+            'inner.steps is "3" in --set: must be a whole number of inner steps, at least 1, at most 1000000000',
         ),
         (
             "inner.steps=1.5",
-            "inner.steps is 1.5 in --set: must be a whole number of inner steps, at least 1, at most 1e+09",
+            "inner.steps is 1.5 in --set: must be a whole number of inner steps, at least 1, at most 1000000000",
         ),
         ("inner.lr=nan", "inner.lr is NaN in --set: must be a number, above 0, at most 1000"),
         ("inner.lr=inf", "inner.lr is Infinity in --set: must be a number, above 0, at most 1000"),
@@ -138,7 +138,7 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
         ("outer.momentum=1", "outer.momentum is 1 in --set: must be a number, at least 0, below 1"),
         (
             "rounds.deadline=0",
-            "rounds.deadline is 0 in --set: must be a number of seconds, above 0, at most 1e+09, or adaptive",
+            "rounds.deadline is 0 in --set: must be a number of seconds, above 0, at most 1000000000, or adaptive",
         ),
         ("inner.betas=[1]", "inner.betas is [1] in --set: must be a list of 2, each a number, at least 0, below 1"),
         (
@@ -153,7 +153,7 @@ def test_explicit_contract_settings_are_known_and_defaults_and_peer_settings_are
         ),
         (
             f"run.rounds={10**20}",
-            f"run.rounds is {10**20} in --set: must be a whole number of outer rounds, at least 1, at most 1e+09",
+            f"run.rounds is {10**20} in --set: must be a whole number of outer rounds, at least 1, at most 1000000000",
         ),
         (
             "swarm.host_maddrs=[]",
@@ -233,7 +233,7 @@ def test_settings_that_exclude_each_other_are_one_line(tmp_path: Path, overrides
         ("inner = 3", "inner is 3 in run.toml: write a line [inner] and below it KEY = VALUE"),
         (
             "[inner]\nsteps = 0",
-            "inner.steps is 0 in run.toml: must be a whole number of inner steps, at least 1, at most 1e+09",
+            "inner.steps is 0 in run.toml: must be a whole number of inner steps, at least 1, at most 1000000000",
         ),
         ("[inner]\nsteps = \n", "run.toml, line 2: Invalid value: correct the TOML there"),
         ("\n[inner", "run.toml, line 2: Expected ']' at the end of a table declaration: correct the TOML there"),
@@ -278,7 +278,7 @@ def test_a_value_from_an_option_is_blamed_on_that_option(tmp_path: Path) -> None
         (lambda: SwarmConfig(peer=(ADDRESS,)), "unknown setting swarm.peer: did you mean swarm.peers?"),
         (
             lambda: Contract(inner={"steps": 0}),
-            "inner.steps is 0: must be a whole number of inner steps, at least 1, at most 1e+09",
+            "inner.steps is 0: must be a whole number of inner steps, at least 1, at most 1000000000",
         ),
         (
             lambda: PeerConfig(swarm={"expiry_s": 3.0}),

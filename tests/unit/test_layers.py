@@ -8,7 +8,7 @@ from pathlib import Path
 import opendiloco
 
 LAYERS = """
-errors section config settings options flat codec ledger rounds evaluation claims facts card leases
+errors machine section config settings options flat codec ledger rounds evaluation claims facts card leases
 logs metrics scalars sinks trackers shared guard background leave ready addresses launcher identity outer phase moments
 roundlog checkpoint progress hub files text tokenizer sequences mixture prefetch reader tokens
 presets pretrained trained model generation separation loss compute lossscale optimizers inner precheck
