@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--missed", type=int, nargs="+", default=[1, 2, 4, 6, 10], metavar="N", help="rounds (default 1 2 4 6 10)"
     )
-    small = {"values": [100_000], "mbit": [100.0], "donors": [1], "repetitions": 1, "workers": 2, "missed": [1]}
+    small = {"values": [100_000], "mbit": [100.0], "donors": [1], "repetitions": 1, "workers": 3, "missed": [1]}
     options = parse_options(parser, "recover", argv, quick=small)
     if reason := why_not():
         print(f"bench recover: skipped: {reason}", file=sys.stderr)

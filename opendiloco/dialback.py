@@ -1,14 +1,15 @@
 """Whether a peer can be reached from outside, asked from another one that dials it anew.
 
 libp2p answers over the connection that the newcomer itself has opened, which a router lets through: that says nothing.
-So the other peer opens a TCP connection of its own, to the address that it sees the asker at and to no other, and waits
-for the words with which every libp2p listener begins.
+So the other peer opens a TCP connection of its own to the addresses that the newcomer announces, as everybody will who
+wants something of it, and waits for the words with which every libp2p listener begins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -23,26 +24,36 @@ from opendiloco.wire import FrameKind, Stream, WireError
 STREAM_NAME = "opendiloco.dialback"
 DIAL_S = 3.0
 SILENCE_S = 2 * DIAL_S
-MAX_PORTS = 4
-MAX_MESSAGE_BYTES = 256
+MAX_PLACES = 4
+MAX_MESSAGE_BYTES = 1024
 MAX_DIALS = 8
 """At once, for all who ask."""
 GREETING = b"\x13/multistream/1.0.0\n"
 """https://github.com/multiformats/multistream-select"""
+HOST_PROTOCOLS = ("ip4", "ip6", "dns4", "dns6", "dns")
 
 logger = logging.getLogger(__name__)
 
 
-class Question(BaseModel):
-    """Is one of these TCP ports of mine open?"""
+class Place(BaseModel):
+    """Where a peer says that it listens."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    ports: Annotated[list[Annotated[int, Field(ge=1, le=65535)]], Field(min_length=1, max_length=MAX_PORTS)]
+    host: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:-]{1,100}$")]
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+class Question(BaseModel):
+    """Does anybody answer at one of these places?"""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    places: Annotated[list[Place], Field(min_length=1, max_length=MAX_PLACES)]
 
 
 class Answer(BaseModel):
-    """Whether a libp2p listener has answered there."""
+    """Whether a libp2p listener has answered at one."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -63,7 +74,7 @@ class Dialback:
         stream = Stream(reader, writer, timeout_s=SILENCE_S)
         try:
             asked = await stream.receive_text(FrameKind.REQUEST, max_bytes=MAX_MESSAGE_BYTES)
-            answer = await self._answer(Question.model_validate_json(asked), info.addr)
+            answer = await self._answer(Question.model_validate_json(asked), seen_at=_host_of(info.addr))
             await stream.send(FrameKind.HEADER, answer.model_dump_json().encode())
         except ValidationError:
             await stream.refuse("a malformed question")
@@ -72,25 +83,28 @@ class Dialback:
         finally:
             stream.close()
 
-    async def _answer(self, question: Question, seen_at: Multiaddr) -> Answer:
-        host = _host_of(seen_at)
-        if host is None or self._dials + len(question.ports) > MAX_DIALS:
+    async def _answer(self, question: Question, *, seen_at: str | None) -> Answer:
+        # this machine's own loopback is the asker's only if the asker is here
+        is_here = seen_at is not None and _is_loopback(seen_at)
+        places = [place for place in question.places if is_here or not _is_loopback(place.host)]
+        if self._dials + len(places) > MAX_DIALS:
             return Answer(reached="busy")
-        self._dials += len(question.ports)
+        self._dials += len(places)
         try:
-            found = await asyncio.gather(*(_is_libp2p(host, port) for port in question.ports))
+            found = await asyncio.gather(*map(_is_libp2p, places))
         finally:
-            self._dials -= len(question.ports)
+            self._dials -= len(places)
         return Answer(reached="yes" if any(found) else "no")
 
 
 async def ask(stream: Stream, addresses: Iterable[Multiaddr]) -> bool | None:
-    """Whether the peer at the other end reaches this one at a port of `addresses`; None: that is not known."""
-    ports = sorted({int(address["tcp"]) for address in addresses if _has_port(address)})[:MAX_PORTS]
-    if not ports:
+    """Whether the peer at the other end reaches this one at one of `addresses`; None: that is not known."""
+    places = [place for address in addresses if (place := _place_of(address)) is not None]
+    if not places:
         return None
+    question = Question(places=sorted(places, key=lambda place: _is_loopback(place.host))[:MAX_PLACES])
     try:
-        await stream.send(FrameKind.REQUEST, Question(ports=ports).model_dump_json().encode())
+        await stream.send(FrameKind.REQUEST, question.model_dump_json().encode())
         answer = Answer.model_validate_json(await stream.receive_text(FrameKind.HEADER, max_bytes=MAX_MESSAGE_BYTES))
     except (WireError, ValidationError):
         return None
@@ -99,10 +113,10 @@ async def ask(stream: Stream, addresses: Iterable[Multiaddr]) -> bool | None:
     return None if answer.reached == "busy" else answer.reached == "yes"
 
 
-async def _is_libp2p(host: str, port: int) -> bool:
+async def _is_libp2p(place: Place) -> bool:
     with contextlib.suppress(OSError, TimeoutError, EOFError):
         async with asyncio.timeout(DIAL_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(place.host, place.port)
             try:
                 return await reader.readexactly(len(GREETING)) == GREETING
             finally:
@@ -110,15 +124,21 @@ async def _is_libp2p(host: str, port: int) -> bool:
     return False
 
 
+def _place_of(address: Multiaddr) -> Place | None:
+    host = _host_of(address)
+    with contextlib.suppress(KeyError, ValueError):
+        return Place(host=host, port=int(address["tcp"])) if host is not None else None
+    return None
+
+
 def _host_of(address: Multiaddr) -> str | None:
-    """The IP address of a connection's other end."""
-    for protocol in ("ip4", "ip6"):
+    for protocol in HOST_PROTOCOLS:
         with contextlib.suppress(KeyError, ValueError):
             return str(address[protocol])
     return None
 
 
-def _has_port(address: Multiaddr) -> bool:
-    with contextlib.suppress(KeyError, ValueError):
-        return bool(address["tcp"])
-    return False
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -58,10 +58,17 @@ class Participation:
         if self._presence.fatal is not None:
             raise self._presence.fatal
         self.committed_by = []
+        self._presence.watch.asks()
         if request.weight:
             self._presence.arrive()
         else:
             self._presence.follow()
+        try:
+            return await self._attempt(request)
+        finally:
+            self._presence.watch.answered()
+
+    async def _attempt(self, request: RoundRequest) -> RoundOutcome:
         started = time.monotonic()
         found = await self._gather(request)
         gathering_s = time.monotonic() - started

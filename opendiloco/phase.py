@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
 
 REPORT_S = 1.0  # between two reports
+STUCK_S = 60.0  # between two rounds: an outer step takes seconds, also of a large model
 STOPPED_S, STOPPED_STEPS = 30.0, 10  # without a report: the trainer does not train
 EARLY_SHARE = 0.1  # of a phase: work that begins within it counts as whole
 
@@ -147,7 +149,15 @@ class Watch:
 
     def begin(self, steps: int) -> None:
         """A phase begins, with so many inner steps behind it."""
-        self._steps, self._heard = steps, self._clock()
+        self._steps, self._heard, self._answered = steps, self._clock(), math.inf
+
+    def asks(self) -> None:
+        """It wants a round."""
+        self._answered = math.inf
+
+    def answered(self) -> None:
+        """It has what the round came to, and is to act on it."""
+        self._answered = self._clock()
 
     def report(self, steps: int) -> None:
         """So many inner steps are done."""
@@ -161,3 +171,8 @@ class Watch:
         """Whether it has said nothing for much longer than its steps take; unknown, and so false, before the first."""
         silence_s = self._clock() - self._heard
         return self._step_s > 0 and silence_s > max(STOPPED_S, STOPPED_STEPS * self._step_s)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has long had what a round came to and has not acted on it."""
+        return self._clock() - self._answered > STUCK_S

@@ -16,12 +16,12 @@ from opendiloco.connect import TRANSPORT_ERRORS
 from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.heartbeat import Heartbeat
-from opendiloco.lobby import Candidate, Outlook
+from opendiloco.lobby import Outlook
 from opendiloco.membership import Membership
 from opendiloco.phase import PhaseReport, Watch
 from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key
-from opendiloco.sight import heaviest, missing_line, phase_of_others
+from opendiloco.sight import candidate_of, heaviest, missing_line, phase_of_others
 
 REFRESH_S = 0.25  # shortest time between two looks at the DHT, of a small swarm
 RENEWED_BEATS = 3  # without a new record, after which a worker that cannot be reached either is taken for dead
@@ -54,7 +54,7 @@ class Presence:
         self._membership, self._config, self._reconnect = membership, config, reconnect
         self._peer = membership.identity.peer_id
         self._agreement, self._heart = Agreement(contract.run.id, membership), Heartbeat(self.beat_s)
-        self._watch, self._has_stopped = Watch(), False
+        self.watch, self._has_stopped = Watch(), False  # of this worker's trainer
         self._refreshed = 0.0
         self._phase_started = now = time.time()
         self._own = Progress(
@@ -103,12 +103,12 @@ class Presence:
 
     def report(self, report: PhaseReport) -> None:
         """Progress of the inner phase; told to others with the next heartbeat."""
-        finish = time.time() + report.finish_in_s
-        self._watch.report(report.steps)
+        self.watch.report(report.steps)
         if self._has_stopped:
             self._has_stopped = False
             self._update(state="training")
-        self._update(steps=report.steps, tokens_per_s=report.tokens_per_s, expected_finish=finish)
+        steps, speed, finish = report.steps, report.tokens_per_s, time.time() + report.finish_in_s
+        self._update(steps=steps, tokens_per_s=speed, expected_finish=finish)
 
     def arrive(self) -> None:
         """The inner phase is over: this worker wants to average."""
@@ -131,7 +131,7 @@ class Presence:
             steps: where in the phase it is.
         """
         self.begin_phase()
-        self._watch.begin(steps)
+        self.watch.begin(steps)
         self._ledger, self._has_stopped = position.ledger, False
         self._update(
             round=position.round,
@@ -170,10 +170,15 @@ class Presence:
         self._own = self._own.model_copy(update=changes)
 
     async def _announce(self) -> None:
-        if self._own.state == "training" and self._watch.has_stopped:
+        if self._own.state == "training" and self.watch.has_stopped:
             self._has_stopped = True
             logger.warning("the trainer of this worker has done no step for long: the others go on without it")
             self._update(state="following")
+        if self.watch.is_stuck:  # the record expires: what its trainer does not do nobody shall wait for
+            if not self._has_stopped:
+                logger.warning("the trainer of this worker does not go on after a round: the others go on without it")
+            self._has_stopped = True
+            return
         self._update(issued=time.time())
         try:
             async with asyncio.timeout(self._membership.lifetime_s):  # then it has expired
@@ -217,13 +222,13 @@ class Presence:
         key = group_key(
             run=self.contract.run.id, contract=own.contract, layout=own.layout, lineage=own.lineage, round=own.round
         )
-        candidates = {} if own.state == "following" else {self._peer: _candidate(own, offset)}
+        candidates = {} if own.state == "following" else {self._peer: candidate_of(own, offset)}
         for peer, record in self._membership.view.items():
             if not self._is_like_own(record):
                 continue
             same = (record.round, record.lineage) == (own.round, own.lineage) and record.state != "following"
             if same or (record.round < own.round and peer in self.participants):
-                candidates[peer] = _candidate(record, offset)
+                candidates[peer] = candidate_of(record, offset)
         return Outlook(key, candidates, self.inner_s, self.ahead() is not None)
 
     @property
@@ -312,7 +317,3 @@ class Presence:
         if self._heart.failure is not None:
             raise self._heart.failure
         self._agreement.check(self._own, has_committed=bool(self.participants))
-
-
-def _candidate(record: Progress, offset: float) -> Candidate:
-    return Candidate(record.expected_finish + offset, can_lead=not record.client_mode)

@@ -29,6 +29,11 @@ def heaviest(records: Mapping[str, Progress], than: Position) -> Goal | None:
     return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
 
 
+def candidate_of(record: Progress, offset: float) -> Candidate:
+    """A worker as a round's leader sees it. Args: `offset` from the DHT's time to the leader's clock, seconds."""
+    return Candidate(record.expected_finish + offset, can_lead=not record.client_mode)
+
+
 def phase_of_others(
     records: Mapping[str, Progress], own: Progress, contract: Contract, *, now: float
 ) -> tuple[int, float]:

@@ -149,7 +149,7 @@ def test_the_benchmark_of_recovery_says_what_joining_and_catching_up_took(run_be
     join, missed = run_benchmark(bench_recover)
     assert join["seconds"] >= join["limit_s"] > 0
     assert join["received_bytes"] > join["state_bytes"] == 800_000
-    assert (missed["full_state"], missed["donors"]) == (False, 1)
+    assert not missed["full_state"]
     assert missed["replayed"] == missed["missed"] >= 1
     assert missed["replayed"] * 100_000 < missed["received_bytes"] < join["received_bytes"]
     assert missed["part_again_s"] >= missed["seconds"] >= missed["limit_s"] > 0

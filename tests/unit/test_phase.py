@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opendiloco.config import Contract
 from opendiloco.errors import SettingsError
-from opendiloco.phase import InnerPhase, PhaseReport, Watch
+from opendiloco.phase import STUCK_S, InnerPhase, PhaseReport, Watch
 
 
 @dataclass
@@ -139,6 +139,21 @@ def test_trainer_has_stopped_once_it_is_silent_for_much_longer_than_its_steps_ta
     assert watch.has_stopped
     watch.report(5)
     assert not watch.has_stopped
+
+
+def test_trainer_is_stuck_once_it_has_long_had_the_result_of_a_round_and_does_nothing() -> None:
+    clock = Clock()
+    watch = Watch(clock)
+    clock.now += 1000.0
+    assert not watch.is_stuck
+    for goes_on in (lambda: watch.begin(0), watch.asks):
+        watch.answered()
+        clock.now += STUCK_S
+        assert not watch.is_stuck
+        clock.now += 1.0
+        assert watch.is_stuck
+        goes_on()
+        assert not watch.is_stuck
 
 
 def test_trainer_with_short_steps_is_given_half_a_minute() -> None:

@@ -140,6 +140,28 @@ def test_a_worker_whose_trainer_stops_is_not_waited_for_until_it_trains_again(
     asyncio.run(run())
 
 
+def test_a_worker_whose_trainer_is_stuck_after_a_round_is_heard_of_no_more_until_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two workers the other one could form no group without it as long as its record is renewed."""
+
+    async def run() -> None:
+        membership = SlowMembership()
+        worker = presence(membership)
+        worker.arrive()
+        await membership.announced.acquire()
+        monkeypatch.setattr(Watch, "is_stuck", True)
+        for _ in range(2):
+            await worker._announce()
+        assert membership.announced.locked()
+        monkeypatch.setattr(Watch, "is_stuck", False)
+        worker.move_to(worker.position)
+        await membership.announced.acquire()
+
+    asyncio.run(run())
+    assert caplog.text.count("does not go on after a round") == 1
+
+
 def test_a_worker_that_must_catch_up_first_says_so_and_not_that_it_waits_for_a_first_round() -> None:
     membership = SlowMembership()
     worker = presence(membership)
