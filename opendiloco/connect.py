@@ -35,6 +35,7 @@ MAX_RECONNECTS = 3  # lost peers that are tried at a time
 DHT_WAIT_S = 3.0  # hivemind's own, for an answer of one peer
 MAX_CLOCK_SKEW_S = 3.0  # hivemind's MAX_DHT_TIME_DISCREPANCY_SECONDS
 MAX_DIALBACKS = 3
+DHT_REPLICAS, DHT_BUCKET = 3, 8
 TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError)
 
 
@@ -74,7 +75,10 @@ class Host:
                     initial_peers=reached or None,
                     client_mode=self._config.client_mode,
                     record_validator=SignedRecords(self._identity),
-                    # Only those who keep a record give it away: a look is answered by five peers, not by everybody
+                    # Records are renewed at every beat and read by everybody: few peers keep one, and only those give
+                    # it away, or what a worker reads would grow with the square of their number
+                    num_replicas=DHT_REPLICAS,
+                    bucket_size=DHT_BUCKET,
                     cache_locally=False,
                     cache_nearest=0,
                     cache_on_store=False,

@@ -34,13 +34,15 @@ class Heartbeat:
         task.add_done_callback(partial(self._look_at, is_vital=is_vital))
         return task
 
-    def keep_up(self, work: Callable[[], Work], *, overlaps: bool = False, is_vital: bool = True) -> None:
-        """Do something at every beat.
+    def keep_up(
+        self, work: Callable[[], Work], *, overlaps: bool = False, is_vital: bool = True, beats: int = 1
+    ) -> None:
+        """Do something at every beat, or once in so many.
 
         Args:
             overlaps: whether to begin although it is not done with the last beat's work; it must end by itself.
         """
-        self.start(self._beat(work, overlaps=overlaps, is_vital=is_vital))
+        self.start(self._beat(work, overlaps=overlaps, is_vital=is_vital, beats=beats))
 
     async def close(self) -> None:
         """Stop everything."""
@@ -49,10 +51,10 @@ class Heartbeat:
         if self._tasks:  # a call to a daemon that is frozen does not end even when it is cancelled
             await asyncio.wait(self._tasks, timeout=CLOSE_LIMIT_S)
 
-    async def _beat(self, work: Callable[[], Work], *, overlaps: bool, is_vital: bool) -> None:
+    async def _beat(self, work: Callable[[], Work], *, overlaps: bool, is_vital: bool, beats: int) -> None:
         last: asyncio.Task[None] | None = None
         while True:
-            await asyncio.sleep(self._every_s())
+            await asyncio.sleep(beats * self._every_s())
             if overlaps or last is None or last.done():
                 last = self.start(work(), is_vital=is_vital)
 

@@ -23,6 +23,7 @@ from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key
 from opendiloco.sight import candidate_of, heaviest, missing_line, phase_of_others
 
+CONTRACT_BEATS = 5  # between two looks whether enough copies of the contract are there
 REFRESH_S = 0.25  # shortest time between two looks at the DHT, of a small swarm
 RENEWED_BEATS = 3  # without a new record, after which a worker that cannot be reached either is taken for dead
 
@@ -84,7 +85,7 @@ class Presence:
         await self._announce()
         self._heart.keep_up(self._announce, overlaps=True)  # however slow the DHT, a record is on its way at each beat
         self._heart.keep_up(self._look_around)
-        self._heart.keep_up(self._keep_contract, is_vital=False)
+        self._heart.keep_up(self._keep_contract, is_vital=False, beats=CONTRACT_BEATS)
         self._heart.keep_up(self._look_for_lost_peers, is_vital=False)
 
     def beat_s(self) -> float:
