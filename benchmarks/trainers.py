@@ -153,7 +153,7 @@ class HivemindDiLoCoTrainer(Trainer):
         with torch.no_grad(), self._averager.get_tensors() as (tensor,):
             self._theta.grad = tensor.clone()
         self._outer.step()
-        nn.utils.vector_to_parameters(self._theta.data, self.model.parameters())
+        nn.utils.vector_to_parameters(self._theta.data.clone(), self.model.parameters())  # which become views of it
 
 
 class HivemindTrainer(Trainer):

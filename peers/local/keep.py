@@ -28,7 +28,7 @@ class Keeper:
         self.leaving = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, self._leave)
 
     def run(self, command: list[str]) -> int:

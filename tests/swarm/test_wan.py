@@ -178,3 +178,5 @@ def test_the_benchmark_of_training_systems_gives_all_of_them_the_same_to_do_and_
     assert len({(line["tokens"], line["each"]["loss"][0]) for line in lines}) == 1
     assert all(0 < line["utilization"] < 1 and line["bytes_per_token"] > 0 for line in lines)
     assert [lines[index]["identical_rounds"] for index in (0, 2)] == [2, 2]
+    ours, theirs, _ = (line["each"]["loss"] for line in lines)
+    assert theirs == pytest.approx(ours, abs=2e-4)  # the same algorithm, but for the codecs
