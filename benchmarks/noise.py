@@ -18,6 +18,7 @@ from benchmarks.common import BenchmarkError
 
 LIMIT_S = 120.0
 POLL_S = 0.05
+QUICK_S = 0.2
 
 
 class Host(Protocol):
@@ -37,7 +38,14 @@ class Host(Protocol):
 
 
 def work(
-    folder: Path, values: int, workers: int, inner_s: float, codec: str, host: dict[str, Any], peers: list[str]
+    folder: Path,
+    values: int,
+    workers: int,
+    inner_s: float,
+    quick_rounds: int,
+    codec: str,
+    host: dict[str, Any],
+    peers: list[str],
 ) -> None:
     """Train for ever; a line of JSON per attempt at a round goes to standard output."""
     import torch
@@ -104,7 +112,8 @@ def work(
         )
         tell_way("join", optimizer.recovery, peer=swarm.peer_id, seconds=time.monotonic() - started)
         while True:
-            time.sleep(inner_s / contract.inner.steps)
+            phase_s = inner_s if optimizer.round >= quick_rounds else min(inner_s, QUICK_S)
+            time.sleep(phase_s / contract.inner.steps)
             model.weight.grad = torch.randn_like(model.weight)
             optimizer.step()
 
@@ -113,11 +122,23 @@ class NoiseWorker:
     """One worker over all its lives, as a benchmark sees it."""
 
     def __init__(
-        self, folder: Path, host: Host, *, values: int, workers: int, inner_s: float, codec: str = "int8"
+        self,
+        folder: Path,
+        host: Host,
+        *,
+        values: int,
+        workers: int,
+        inner_s: float,
+        quick_rounds: int = 0,
+        codec: str = "int8",
     ) -> None:
-        """Args: `workers` of the run's start; `inner_s` seconds of an inner phase."""
+        """Args: `workers` of the run's start; `inner_s` seconds of an inner phase, after some quick ones."""
         self.host, self._folder = host, folder
-        self._arguments = [str(folder), str(values), str(workers), str(inner_s), codec, json.dumps(host.settings)]
+        self._arguments = [
+            *map(str, (folder, values, workers, inner_s, quick_rounds)),
+            codec,
+            json.dumps(host.settings),
+        ]
         folder.mkdir()
 
     def start(self, peers: Sequence[str]) -> None:
@@ -205,5 +226,5 @@ def _peak(pid: int) -> int:
 
 
 if __name__ == "__main__":
-    folder, values, workers, inner_s, codec, host, *peers = sys.argv[1:]
-    work(Path(folder), int(values), int(workers), float(inner_s), codec, json.loads(host), peers)
+    folder, values, workers, inner_s, quick_rounds, codec, host, *peers = sys.argv[1:]
+    work(Path(folder), int(values), int(workers), float(inner_s), int(quick_rounds), codec, json.loads(host), peers)
