@@ -25,6 +25,7 @@ from opendiloco.claims import Progress, Seen, Told
 from opendiloco.config import Contract, contract_from_wire, contract_to_wire
 from opendiloco.errors import SettingsError
 from opendiloco.identity import Identity, peer_id_of, verify
+from opendiloco.rounds import stretch
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,6 @@ MAX_RECORD_BYTES = 64 * 1024
 MAX_LIFETIME_S = 300.0
 CONTRACT_LIFETIME_S = 60.0
 TOLD_LIFETIME_S = 180.0
-USUAL_WORKERS = 16
-MAX_STRETCH = 16.0
 CONTRACT_COPIES = 3
 READ_LIMIT_S = 10.0
 REMEMBERED_S = 3600.0
@@ -114,12 +113,8 @@ class Membership:
 
     @property
     def stretch(self) -> float:
-        """How much longer beats and records last than in a small swarm.
-
-        Everybody reads everybody's record at every beat: beyond `USUAL_WORKERS` the beat slows down as their number
-        grows, so that what a worker reads stays what it is there.
-        """
-        return min(MAX_STRETCH, max(1.0, (1 + len(self.view)) / USUAL_WORKERS))
+        """See `rounds.stretch`; all workers in sight count, and this one."""
+        return stretch(1 + len(self.view))
 
     @property
     def lifetime_s(self) -> float:

@@ -20,6 +20,7 @@ RoundFate = Literal["committed", "elsewhere", "unknown", "undecided"]
 """Of a round on top of some lineage, at a peer: committed; that peer's round of this number is on another lineage; not
 in its log; not known yet."""
 
+USUAL_WORKERS, MAX_STRETCH = 16, 16.0
 PART_VALUES = 256 * 1024  # most values of a part: 256 KB as int8, a tenth of a second at 20 Mbit/s
 MIN_PART_VALUES = 16 * 1024
 PARTS_OF_A_SLICE = 16  # at least, as far as MIN_PART_VALUES allows: the last one's average is all that has to wait
@@ -46,6 +47,15 @@ def leader_order(key: str, peers: Collection[str]) -> tuple[str, ...]:
 def quorum_size(live: int, share: float) -> int:
     """Fewest members that are more than `share` of `live` peers: two such groups cannot exist at once."""
     return math.floor(live * share) + 1
+
+
+def stretch(workers: int) -> float:
+    """How much longer beats and records last than in a small swarm.
+
+    Everybody reads everybody's record at every beat: beyond `USUAL_WORKERS` the beat slows down as their number grows,
+    so that what a worker reads stays what it is there.
+    """
+    return min(MAX_STRETCH, max(1.0, workers / USUAL_WORKERS))
 
 
 @dataclass(frozen=True)

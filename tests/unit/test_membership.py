@@ -30,11 +30,10 @@ from opendiloco.identity import Identity, peer_id_of
 from opendiloco.membership import (
     MAX_LIFETIME_S,
     MAX_RECORD_BYTES,
-    MAX_STRETCH,
-    USUAL_WORKERS,
     Membership,
     SignedRecords,
 )
+from opendiloco.rounds import MAX_STRETCH, USUAL_WORKERS
 
 OWNER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 STRANGER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33))))
