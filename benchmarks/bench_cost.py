@@ -1,7 +1,8 @@
 """What would a round cost elsewhere? A cost model, checked against measured rounds, for larger models and swarms.
 
-The model has two numbers, fitted to the rounds of `bench wan`. Its error is that of each of those rounds as the others
-predict it. What the tables assume stands above them.
+The model of an exchange has two numbers, fitted to the rounds of `bench wan`; that of what it takes to know of each
+other grows with the number of workers, and is fitted to `bench dht`. The error is that of each measurement as the
+others predict it. What the tables assume stands above them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import RESULTS, BenchmarkError, about, parse_options, run_script, write_lines
-from benchmarks.cost import Exchange, Measured, Training, fit, held_out_errors, utilization
+from benchmarks.cost import (
+    Company,
+    Exchange,
+    Measured,
+    Training,
+    company_errors,
+    fit,
+    held_out_errors,
+    predict_company,
+    utilization,
+)
 
 SIZES = {"60M": 60e6, "150M": 150e6, "400M": 400e6, "1B": 1e9, "3B": 3e9, "10B": 10e9}
 WORKERS = (2, 8, 32, 128)
@@ -37,6 +49,19 @@ def measured_runs(path: Path) -> list[Measured]:
     if len({run.payload_s for run in runs}) < 3:
         raise BenchmarkError(f"{path} has too few different rounds: run bench wan first")
     return runs
+
+
+def measured_company(path: Path) -> list[Company]:
+    """The numbers of workers in a file of `bench dht`.
+
+    Raises:
+        BenchmarkError: there are too few to fit and to check a model.
+    """
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [Company.of(json.loads(line)) for line in lines]
+    if len({one.workers for one in found}) < 3:
+        raise BenchmarkError(f"{path} has too few different numbers of workers: run bench dht first")
+    return found
 
 
 def predictions(options: argparse.Namespace, exchange: Exchange) -> list[dict[str, Any]]:
@@ -76,14 +101,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tflops", type=float, default=50.0, metavar="T", help="useful, of a worker (default 50)")
     parser.add_argument("--deaths", type=float, default=0.05, metavar="N", help="of a worker, an hour (default 0.05)")
     parser.add_argument("--recovery", type=float, default=10.0, metavar="S", help="that each costs (default 10)")
+    parser.add_argument("--company", type=Path, metavar="FILE", default=RESULTS / "dht.jsonl", help="of bench dht")
     options = parse_options(parser, "cost", argv, quick={})
-    runs = measured_runs(options.runs)
+    runs, company = measured_runs(options.runs), measured_company(options.company)
     exchange, errors, found = fit(runs), held_out_errors(runs), []
     found = predictions(options, exchange)
     asked = {name: getattr(options, name) for name in ("codec", "steps", "tokens", "tflops", "deaths", "recovery")}
-    fitted = {"wire_factor": exchange.wire_factor, "fixed_s": exchange.fixed_s, "held_out_errors": errors}
+    fitted: dict[str, Any] = {"wire_factor": exchange.wire_factor, "fixed_s": exchange.fixed_s}
+    fitted |= {"held_out_errors": errors}
+    others = [asdict(predict_company(company, workers)) for workers in WORKERS]
+    fitted |= {"company": others, "company_errors": company_errors(company)}
     write_lines(options.out, [{"benchmark": "cost", **asked, **fitted, "predictions": found, **about()}])
     show(options, runs, errors, exchange, found)
+    show_company(others, fitted["company_errors"])
     return 0
 
 
@@ -119,6 +149,17 @@ def show(
         phase = f"{cells[0]['inner_s'] / 60:.1f} min"
         table.add_row(model, phase, str(workers), *(f"{c['utilization']:.0%} {c['exchange_s']:,.0f} s" for c in cells))
     console.print(table)
+
+
+def show_company(others: Sequence[dict[str, Any]], errors: Sequence[dict[str, float]]) -> None:
+    """Print what it takes that there are others."""
+    worst = max(abs(error) for of_one in errors for error in of_one.values())
+    print(f"that there are others takes, at most {worst:.0%} off where it was measured:")
+    for one in others:
+        print(
+            f"  {one['workers']} workers: {one['standing_bytes_per_s'] / 1e3:.0f} kB/s each, both ways; a round "
+            f"{one['round_bytes'] / 1e3:,.0f} kB and {one['round_cpu_s']:.2f} CPU s"
+        )
 
 
 if __name__ == "__main__":

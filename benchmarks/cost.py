@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from opendiloco.rounds import stretch
+
 BYTES_PER_VALUE = {"int8": 1 + 4 / 1024, "fp16": 2.0, "none": 4.0, "fp32": 4.0}
 """On the wire, scales included."""
 FLOPS_PER_TOKEN = 6
@@ -52,6 +54,54 @@ class Exchange:
     def seconds(self, values: float, workers: int, codec: str, mbit: float) -> float:
         """Of the exchange of one round."""
         return self.fixed_s + self.wire_factor * payload_s(values, workers, codec, mbit)
+
+
+COMPANY_FIELDS = ("standing_bytes_per_s", "round_bytes", "round_cpu_s")
+
+
+@dataclass(frozen=True)
+class Company:
+    """What it takes a worker that there are others, measured; see `bench dht`."""
+
+    workers: int
+    standing_bytes_per_s: float
+    """Both ways, between two rounds."""
+    round_bytes: float
+    """Both ways, beside the values."""
+    round_cpu_s: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Company:
+        """A record of `bench dht`."""
+        return cls(record["workers"], *(float(record[name]) for name in COMPANY_FIELDS))
+
+
+def predict_company(measured: Sequence[Company], workers: int) -> Company:
+    """What follows for another number: each quantity grows with it, and what is told at beats slows down with them.
+
+    The relative errors are least, by least squares. Needs two numbers of workers.
+    """
+    found = []
+    for name in COMPANY_FIELDS:
+        values = np.array([getattr(one, name) for one in measured])
+        terms = np.array([_company_terms(name, one.workers) for one in measured]) / values[:, None]
+        factors, *_ = np.linalg.lstsq(terms, np.ones(len(measured)), rcond=None)
+        found.append(float(np.dot(factors, _company_terms(name, workers))))
+    return Company(workers, *found)
+
+
+def company_errors(measured: Sequence[Company]) -> list[dict[str, float]]:
+    """Relative errors of each number of workers as the others predict it."""
+    errors = []
+    for index, one in enumerate(measured):
+        predicted = predict_company([other for at, other in enumerate(measured) if at != index], one.workers)
+        errors.append({name: getattr(predicted, name) / getattr(one, name) - 1 for name in COMPANY_FIELDS})
+    return errors
+
+
+def _company_terms(name: str, workers: int) -> list[float]:
+    slower = stretch(workers) if name == "standing_bytes_per_s" else 1.0
+    return [1 / slower, workers / slower]
 
 
 def fit(runs: Sequence[Measured]) -> Exchange:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import quality_tables, tables
-from benchmarks.cost import Measured, fit
+from benchmarks import network_tables, quality_tables, tables
+from benchmarks.cost import Company, Measured, fit, predict_company
 from benchmarks.records import NoSourceError, Record, Results, all_of, large, newest, predictions
 
 INTERVAL_SHARE = 0.95
@@ -97,6 +97,14 @@ def is_of_these_rounds(results: Results, benchmark: str) -> bool:
     )
 
 
+def is_of_this_company(results: Results, benchmark: str) -> bool:
+    """Whether the cost model was fitted to the numbers of workers that are in the results now."""
+    measured = [Company.of(one) for one in all_of(results, "dht")]
+    written = [Company.of(one) for one in newest(results, benchmark)["company"]]
+    found = [predict_company(measured, one.workers) for one in written]
+    return [round(one.round_bytes, 3) for one in written] == [round(one.round_bytes, 3) for one in found]
+
+
 def step_s(results: Results, benchmark: str) -> float:
     """Seconds of a step of the plain loop."""
     record = newest(results, benchmark)
@@ -122,6 +130,11 @@ DERIVED: dict[str, dict[str, Callable[[Results, str], Any]]] = {
     "cost": {
         "at": predictions,
         "table": tables.cost_table,
+        "company_table": network_tables.company_table,
+        "is_of_this_company": is_of_this_company,
+        "worst_company_error": lambda results, name: max(
+            abs(error) for of_one in newest(results, name)["company_errors"] for error in of_one.values()
+        ),
         "is_of_these_rounds": is_of_these_rounds,
         "worst_error": lambda results, name: max(map(abs, newest(results, name)["held_out_errors"])),
         "hours_per_death": lambda results, name: 1 / newest(results, name)["deaths"],
@@ -145,6 +158,7 @@ DERIVED: dict[str, dict[str, Callable[[Results, str], Any]]] = {
         "below_one_worker": lambda results, name: quality_tables.below(results, name, "one worker"),
         "above_diloco": lambda results, name: quality_tables.above(results, name, "DiLoCo"),
     },
+    "dht": {"table": network_tables.dht_table},
     "soak": {
         "table": tables.soak_table,
         "rounds_per_event": rounds_per_event,
@@ -152,11 +166,11 @@ DERIVED: dict[str, dict[str, Callable[[Results, str], Any]]] = {
         "never_diverged": lambda results, name: not newest(results, name)["divergences"],
         "had_no_problem": lambda results, name: not newest(results, name)["problem"],
     },
-    "train": {"table": tables.train_table},
+    "train": {"table": network_tables.train_table, "short_table": network_tables.train_short_table},
     "wan": {
         "int8": by_rate("int8"),
         "fp16": by_rate("fp16"),
-        "table": tables.wan_table,
+        "table": network_tables.wan_table,
         "is_identical": lambda results, name: all(one["identical"] for one in all_of(results, name)),
     },
     "worker": {

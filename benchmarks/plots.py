@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,6 +206,30 @@ def paint_prediction(axes: Axes, results: Results) -> None:
     axes.set_title("The cost model against the rounds that it was not fitted to")
 
 
+def paint_losses(choose: Callable[[Iterable[float]], float]) -> Callable[[Axes, Results], None]:
+    """Validation loss of every training system by time, at one of the rates."""
+
+    def paint(axes: Axes, results: Results) -> None:
+        records = all_of(results, "train")
+        mbit = choose(record["mbit"] for record in records)
+        looks = zip((BLUE, SKY, ORANGE, GREEN, RED, GREY), "osD^vP", strict=True)
+        for record, (colour, marker) in zip((one for one in records if one["mbit"] == mbit), looks, strict=False):
+            if not record["rounds"]:
+                continue
+            each = record["each"]
+            minutes = [0.0, *(seconds / 60 for seconds in itertools.accumulate(each["seconds"]))]
+            label = f"{record['system']} {record['codec']}"
+            axes.plot(minutes, each["loss"], color=colour, marker=marker, markersize=3, linewidth=1.2, label=label)
+        axes.axhline(records[0]["target_loss"], color="black", linewidth=0.8)
+        axes.set_xlabel("minutes of training")
+        axes.set_ylabel("validation loss, nats")
+        axes.set_xlim(0)
+        axes.set_title(f"{records[0]['workers']} workers at {mbit:g} Mbit/s each")
+        axes.legend()
+
+    return paint
+
+
 def _ticks(
     axes: Axes, values: Sequence[float], place: float, *, height: float, color: str, width: float, label: str
 ) -> None:
@@ -229,6 +254,8 @@ PLOTS: dict[str, Plot] = {
     "wan": Plot(("wan",), paint_wan),
     "kill": Plot(("kill",), paint_kill),
     "worker": Plot(("worker",), paint_worker, size=(6.4, 3.0)),
+    "train-fast": Plot(("train",), paint_losses(max), size=(6.4, 4.0)),
+    "train-slow": Plot(("train",), paint_losses(min), size=(6.4, 4.0)),
     "cost": Plot(("cost",), paint_cost, size=(6.4, 4.0)),
     "prediction": Plot(("wan", "cost"), paint_prediction, size=(6.4, 2.9)),
 }

@@ -10,7 +10,21 @@ from hypothesis import strategies as st
 
 from benchmarks import bench_cost
 from benchmarks.common import BenchmarkError
-from benchmarks.cost import BYTES_PER_VALUE, Exchange, Measured, Training, fit, held_out_errors, payload_s, utilization
+from benchmarks.cost import (
+    BYTES_PER_VALUE,
+    COMPANY_FIELDS,
+    Company,
+    Exchange,
+    Measured,
+    Training,
+    company_errors,
+    fit,
+    held_out_errors,
+    payload_s,
+    predict_company,
+    utilization,
+)
+from opendiloco.rounds import stretch
 
 TRAINING = Training(parameters=1e9, steps=100, tokens=1_000, flops=6e13)  # 10 s
 
@@ -57,6 +71,26 @@ def test_cost_of_other_swarms_follows_from_the_rounds_that_were_measured(
     assert bench_cost.main(["--out", str(tmp_path / "cost.jsonl")]) == 0
     assert "predicted from the others" in capsys.readouterr().out
     assert (tmp_path / "cost.jsonl").read_text().count("exchange_s") == 6 * 4 * 4
+
+
+@given(st.tuples(*[st.floats(0.1, 100.0)] * 6))
+def test_fit_finds_the_company_that_made_the_data(numbers: tuple[float, ...]) -> None:
+    def company(workers: int) -> Company:
+        beats = stretch(workers)
+        standing, bytes_, cpu = (numbers[at] + numbers[at + 1] * workers for at in (0, 2, 4))
+        return Company(workers, standing / beats, bytes_, cpu)
+
+    measured = [company(workers) for workers in (2, 4, 16, 32)]
+    found, wanted = predict_company(measured, 128), company(128)
+    for name in COMPANY_FIELDS:
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name))
+    for errors in company_errors(measured):
+        assert errors == pytest.approx(dict.fromkeys(COMPANY_FIELDS, 0.0), abs=1e-6)
+
+
+def test_too_few_numbers_of_workers_to_check_a_model_are_said_to_be_so(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match="too few different numbers of workers: run bench dht first"):
+        bench_cost.measured_company(tmp_path / "dht.jsonl")
 
 
 def test_too_few_rounds_to_check_a_model_are_said_to_be_so(tmp_path: Path) -> None:
