@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, BenchmarkError, about, parse_options, run_script, write_lines
 from benchmarks.cost import (
+    LARGE_FROM,
     Company,
     Exchange,
     Measured,
@@ -59,7 +60,7 @@ def measured_company(path: Path) -> list[Company]:
     """
     lines = path.read_text().splitlines() if path.exists() else []
     found = [Company.of(json.loads(line)) for line in lines]
-    if len({one.workers for one in found}) < 3:
+    if len({one.workers for one in found if one.workers >= LARGE_FROM}) < 3:
         raise BenchmarkError(f"{path} has too few different numbers of workers: run bench dht first")
     return found
 
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = {name: getattr(options, name) for name in ("codec", "steps", "tokens", "tflops", "deaths", "recovery")}
     fitted: dict[str, Any] = {"wire_factor": exchange.wire_factor, "fixed_s": exchange.fixed_s}
     fitted |= {"held_out_errors": errors}
-    others = [asdict(predict_company(company, workers)) for workers in WORKERS]
+    others = [asdict(predict_company(company, workers)) for workers in WORKERS if workers >= LARGE_FROM]
     fitted |= {"company": others, "company_errors": company_errors(company)}
     write_lines(options.out, [{"benchmark": "cost", **asked, **fitted, "predictions": found, **about()}])
     show(options, runs, errors, exchange, found)

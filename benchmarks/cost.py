@@ -56,6 +56,8 @@ class Exchange:
         return self.fixed_s + self.wire_factor * payload_s(values, workers, codec, mbit)
 
 
+LARGE_FROM = 8
+"""Workers. In a smaller swarm everybody keeps every record and is asked for it: other rules hold."""
 COMPANY_FIELDS = ("standing_bytes_per_s", "round_bytes", "round_cpu_s")
 
 
@@ -79,9 +81,10 @@ class Company:
 def predict_company(measured: Sequence[Company], workers: int) -> Company:
     """What follows for another number: each quantity grows with it, and what is told at beats slows down with them.
 
-    The relative errors are least, by least squares. Needs two numbers of workers.
+    The relative errors are least, by least squares. Needs two numbers of workers from `LARGE_FROM` on; smaller ones do
+    not count.
     """
-    found = []
+    found, measured = [], [one for one in measured if one.workers >= LARGE_FROM]
     for name in COMPANY_FIELDS:
         values = np.array([getattr(one, name) for one in measured])
         terms = np.array([_company_terms(name, one.workers) for one in measured]) / values[:, None]
@@ -91,8 +94,8 @@ def predict_company(measured: Sequence[Company], workers: int) -> Company:
 
 
 def company_errors(measured: Sequence[Company]) -> list[dict[str, float]]:
-    """Relative errors of each number of workers as the others predict it."""
-    errors = []
+    """Relative errors of each number of workers as the others predict it, from `LARGE_FROM` on."""
+    errors, measured = [], [one for one in measured if one.workers >= LARGE_FROM]
     for index, one in enumerate(measured):
         predicted = predict_company([other for at, other in enumerate(measured) if at != index], one.workers)
         errors.append({name: getattr(predicted, name) / getattr(one, name) - 1 for name in COMPANY_FIELDS})

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import network_tables, quality_tables, tables
-from benchmarks.cost import Company, Measured, fit, predict_company
+from benchmarks.cost import LARGE_FROM, Company, Measured, fit, predict_company
 from benchmarks.records import NoSourceError, Record, Results, all_of, large, newest, predictions
 
 INTERVAL_SHARE = 0.95
@@ -132,6 +132,7 @@ DERIVED: dict[str, dict[str, Callable[[Results, str], Any]]] = {
         "table": tables.cost_table,
         "company_table": network_tables.company_table,
         "is_of_this_company": is_of_this_company,
+        "large_from": lambda results, name: LARGE_FROM,
         "worst_company_error": lambda results, name: max(
             abs(error) for of_one in newest(results, name)["company_errors"] for error in of_one.values()
         ),

@@ -219,7 +219,8 @@ def paint_losses(choose: Callable[[Iterable[float]], float]) -> Callable[[Axes, 
             each = record["each"]
             minutes = [0.0, *(seconds / 60 for seconds in itertools.accumulate(each["seconds"]))]
             label = f"{record['system']} {record['codec']}"
-            axes.plot(minutes, each["loss"], color=colour, marker=marker, markersize=3, linewidth=1.2, label=label)
+            every = max(1, len(minutes) // 8)
+            axes.plot(minutes, each["loss"], color=colour, marker=marker, markevery=every, markersize=4, label=label)
         axes.axhline(records[0]["target_loss"], color="black", linewidth=0.8)
         axes.set_xlabel("minutes of training")
         axes.set_ylabel("validation loss, nats")

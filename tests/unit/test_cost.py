@@ -80,10 +80,12 @@ def test_fit_finds_the_company_that_made_the_data(numbers: tuple[float, ...]) ->
         standing, bytes_, cpu = (numbers[at] + numbers[at + 1] * workers for at in (0, 2, 4))
         return Company(workers, standing / beats, bytes_, cpu)
 
-    measured = [company(workers) for workers in (2, 4, 16, 32)]
+    measured = [company(workers) for workers in (8, 16, 24, 32)]
+    measured.append(Company(2, 1.0, 1.0, 1.0))  # follows other rules
     found, wanted = predict_company(measured, 128), company(128)
     for name in COMPANY_FIELDS:
         assert getattr(found, name) == pytest.approx(getattr(wanted, name))
+    assert len(company_errors(measured)) == 4
     for errors in company_errors(measured):
         assert errors == pytest.approx(dict.fromkeys(COMPANY_FIELDS, 0.0), abs=1e-6)
 
