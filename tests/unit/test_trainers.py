@@ -12,8 +12,8 @@ import torch
 from benchmarks import steps
 from benchmarks.bench_train import SYSTEMS, chosen, holds
 from benchmarks.llama import HEAD, Llama, rotate
+from benchmarks.network_tables import train_table
 from benchmarks.steps import Lap, Pace, Plan, Text
-from benchmarks.tables import train_table
 from benchmarks.team import Round, seconds_to, summary, utilization
 from benchmarks.trainers import TRAINERS
 from opendiloco.shared import create_shared_memory
