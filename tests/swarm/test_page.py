@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from support.records import CONTRACT, NOW, progress, seen, told, told_round
 
@@ -93,6 +96,14 @@ class Page:
         ActionChains(self.browser).send_keys(*keys).perform()
 
 
+def own_browsers() -> Iterator[psutil.Process]:
+    """Processes of browsers that this run has started, whoever their parent is by now."""
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            if process.info["name"].startswith("chrom") and process.environ().get("TMPDIR") == os.environ["TMPDIR"]:
+                yield process
+
+
 @pytest.fixture
 def browser() -> Iterator[Any]:
     """One for each test: it starts processes as it likes, and a test has to leave none."""
@@ -100,12 +111,19 @@ def browser() -> Iterator[Any]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,1000"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-breakpad",
+        "--window-size=1200,1000",
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
     yield driver
     driver.quit()
+    psutil.wait_procs(list(own_browsers()), timeout=20)  # some of its processes end a moment after it
 
 
 @pytest.fixture
