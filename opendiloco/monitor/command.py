@@ -17,7 +17,7 @@ from rich.text import Text
 
 from opendiloco.config import SwarmConfig
 from opendiloco.errors import SettingsError, SwarmError
-from opendiloco.leave import ends_in_order, hang_up
+from opendiloco.leave import Leave, ends_in_order, hang_up
 from opendiloco.logs import setup_logging
 from opendiloco.monitor.history import History
 from opendiloco.monitor.snapshot import Snapshot
@@ -63,7 +63,7 @@ def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: 
         onlooker.open()
         watch = Watch(onlooker, run_id)
         if as_json:
-            print(json.dumps(_first(watch, config.startup_timeout_s, run_id).to_json()), flush=True)
+            print(json.dumps(_first(watch, config.startup_timeout_s, run_id, stop).to_json()), flush=True)
         elif web is not None:
             board = Board(history)
             serve(
@@ -78,13 +78,14 @@ def _take(board: Board, watch: Watch, shown: Snapshot) -> None:
     board.take(watch.workers, shown)
 
 
-def _first(watch: Watch, limit_s: float, run_id: str | None) -> Snapshot:
+def _first(watch: Watch, limit_s: float, run_id: str | None, stop: threading.Event) -> Snapshot:
     give_up = time.monotonic() + limit_s
     while watch.find() is None:
         if time.monotonic() > give_up:
             what = f"run {run_id}" if run_id else "run"
             raise SwarmError(f"no {what} has appeared on this swarm within {limit_s:g} s (swarm.startup_timeout_s)")
-        time.sleep(POLL_S)
+        if stop.wait(POLL_S):
+            raise Leave
     return watch.look()
 
 

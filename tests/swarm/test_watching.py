@@ -137,6 +137,16 @@ def test_on_a_terminal_that_is_none_snapshots_stand_below_each_other(
     assert monitor.wait() == 0, monitor.errors
 
 
+def test_a_monitor_that_waits_for_a_run_ends_when_asked(
+    network: Network, commands: Commands, wait_until: WaitUntil
+) -> None:
+    monitor = commands.start("monitor", "--json", "--peers", *network.peer().open().addresses)
+    wait_until(lambda: "joined a swarm" in monitor.errors, "it looks for a run")
+    monitor.popen.send_signal(signal.SIGTERM)
+    assert monitor.wait(10) == 0, monitor.errors
+    assert (monitor.folder / "stdout.txt").read_text() == ""
+
+
 def test_what_cannot_be_shown_is_told_with_the_cure(network: Network, capfd: pytest.CaptureFixture[str]) -> None:
     nobody = network.peer().open()
 
