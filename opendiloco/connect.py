@@ -24,6 +24,7 @@ from opendiloco.dialback import Dialback, ask
 from opendiloco.errors import SettingsError, SwarmError, one_line
 from opendiloco.identity import Identity
 from opendiloco.membership import SignedRecords
+from opendiloco.uplink import Uplink
 from opendiloco.wire import Stream, WireError
 
 PORT_WAIT_S = 5.0  # for the port of a predecessor that is just going
@@ -87,7 +88,7 @@ class Host:
                     strict=False,  # what others find wrong with this peer they are asked again below
                 )
                 self.node.protocol.wait_timeout = answer_s  # one silent peer spoils no look-up
-                await Dialback(self.p2p).open()
+                await asyncio.gather(Dialback(self.p2p).open(), Uplink(self.p2p).open())
                 await asyncio.gather(*(self._check_contact(_peer_of(peer)) for peer in reached))
                 if not self._config.client_mode:
                     await self._check_reachable(reached)

@@ -33,7 +33,7 @@ MAX_SKEW_S = 1.0
 """Of clocks, before it is worth a word; a DHT refuses three seconds."""
 RUN_WAIT_S = 2.0
 PROBED = 3
-"""Workers whose download is measured."""
+"""Workers with which bandwidth is measured."""
 SLOW_SHARE, SLOW_S = 0.1, 2.0
 """Of an inner phase, and at least: an exchange that takes longer than that is worth a word."""
 MARKS = {"ok": "ok   ", "note": "note ", "bad": "BAD  "}
@@ -239,24 +239,33 @@ def _enough(what: str, needed: int, there: int) -> Finding:
 
 
 def bandwidth(peer: Peer, contract: Contract, needs: Needs, seen: Mapping[str, Seen]) -> Iterator[Finding]:
-    """What workers give, and what a round and a join take with it."""
-    donors = [one for one, found in seen.items() if found.progress is not None and _can_give(found)]
-    rates = [rate for one in donors[:PROBED] if (rate := peer.download(one, contract, needs.trained)) is not None]
-    if not rates:
+    """Both ways, with the worker that gives and takes most, and what a round and a join take with it."""
+    donors = [one for one, found in seen.items() if found.progress is not None and _can_give(found)][:PROBED]
+    down = max((rate for one in donors if (rate := peer.download(one, contract, needs.trained))), default=None)
+    if down is None:
         yield Finding("note", "no worker can give anything now, so the bandwidth could not be measured")
         return
-    mbit = max(rates) * 8 / 1e6
-    state_bytes = 2 * FP32_BYTES * needs.trained
-    text = (
-        f"a worker gives {mbit:,.0f} Mbit/s: the state comes in about {state_bytes / max(rates):,.0f} s, and a round's "
-        f"exchange takes at least {needs.exchange_bytes / max(rates):,.1f} s each way"
-    )
+    up = max((rate for one in donors if (rate := peer.upload(one))), default=None)
+    if up is None:
+        yield Finding("note", "no worker has said how much comes of what this machine sends: ask again in a minute")
+    slowest = min(down, up or down)
+    state_s, exchange_s = 2 * FP32_BYTES * needs.trained / down, needs.exchange_bytes / slowest
     phases = [one.told.rounds[-1].inner_s for one in seen.values() if one.told and one.told.rounds]
-    phase_s, exchange_s = statistics.median(phases or [0.0]), needs.exchange_bytes / max(rates)
+    phase_s = statistics.median(phases or [0.0])
+    takes = f" and takes {_mbit(up)}" if up else ""
+    text = (
+        f"a worker gives {_mbit(down)}{takes}: the state comes in about {state_s:,.0f} s, and a round's exchange takes "
+        f"at least {exchange_s:,.1f} s"
+    )
     if exchange_s > max(SLOW_S, SLOW_SHARE * phase_s):
         yield Finding("note", f"{text}; phases take {phase_s:,.0f} s: others will wait for this link")
     else:
         yield Finding("ok", text)
+
+
+def _mbit(rate: float) -> str:
+    """Of bytes per second."""
+    return f"{rate * 8 / 1e6:,.0f} Mbit/s"
 
 
 def _can_give(found: Seen) -> bool:

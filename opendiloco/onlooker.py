@@ -22,6 +22,8 @@ from opendiloco.fetcher import Fetcher
 from opendiloco.health import end_of_use
 from opendiloco.identity import Identity
 from opendiloco.membership import Membership
+from opendiloco.uplink import SILENCE_S, measure
+from opendiloco.uplink import STREAM_NAME as UPLINK_STREAM
 from opendiloco.wire import Stream, WireError
 
 PING_LIMIT_S = 5.0
@@ -95,6 +97,14 @@ class Onlooker:
                 async for _ in chunks:
                     pass
         return fetcher.received_bytes / (time.monotonic() - began) if fetcher.used else None
+
+    async def upload(self, peer: str) -> float | None:
+        """Bytes per second that a peer receives from this one for some seconds; None: it does not say."""
+        try:
+            stream = await open_stream(self._host.p2p, peer, UPLINK_STREAM, silence_s=SILENCE_S)
+        except WireError:
+            return None
+        return await measure(stream)
 
     async def close(self) -> None:
         """Stop everything this process runs."""

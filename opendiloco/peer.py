@@ -132,6 +132,11 @@ class Peer:
         rate: float | None = self._wait(self._caller.start("download", peer, contract, numel))
         return rate
 
+    def upload(self, peer: str) -> float | None:
+        """See `Onlooker.upload`."""
+        rate: float | None = self._wait(self._caller.start("upload", peer))
+        return rate
+
     def check(self) -> None:
         """Raise SwarmError when the network process has ended."""
         if self._guard.poll() is not None:

@@ -116,8 +116,13 @@ class Stream:
 
     async def refuse(self, reason: str) -> None:
         """Say why this side stops, and let the other hang up first: a stream closed on unread data loses its end."""
-        with contextlib.suppress(WireError, TimeoutError, OSError):
+        with contextlib.suppress(WireError):
             await self.send(FrameKind.REFUSED, reason.encode()[:MAX_REASON_BYTES])
+            await self.linger()
+
+    async def linger(self) -> None:
+        """Read, for a moment at most, what the other side still has on its way, until it hangs up."""
+        with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(LINGER_S):
                 while await self._reader.read(_CHUNK_BYTES):
                     pass

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import typer
@@ -22,6 +23,8 @@ SHELL = ("bash", "sh", "shell", "console")
 OWN = ("./launch.sh", "opendiloco", ".venv/bin/")
 COMMANDS_OF_LAUNCHER = {"test", "bench"}
 TORCHRUN = ("-m", "--", "opendiloco")
+ASSIGNED = re.compile(r"\w+=")
+PART_OF_CLONE = re.compile(r"(?:/opt/opendiloco/|\$\w+/)?((?:peers|examples|benchmarks)/\S+)")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ def commands(page: Path) -> Iterator[Shown]:
         whole = re.sub(r"\$\([^)]*\)", "ADDRESS", text.replace("\\\n", " "))
         for line in whole.splitlines():
             words = shlex.split(line, comments=True)
+            while words and ASSIGNED.match(words[0]):
+                del words[0]
             if words:
                 place = f"{page.relative_to(ROOT)}:{number}"
                 yield Shown(place, tuple(words), needs=NEEDS.fullmatch(before) is not None)
@@ -68,6 +73,7 @@ def commands(page: Path) -> Iterator[Shown]:
 def check(shown: Shown) -> None:
     """Raise where the product would not understand a command of its own; files that it names need not be there."""
     program, *arguments = shown.words
+    assert not missing_files(shown.words), f"{shown}: {missing_files(shown.words)} are not there"
     match program.rpartition("/")[2]:
         case "launch.sh" if not arguments or arguments[0].startswith("-"):
             demo._settings(demo._parse(arguments))
@@ -87,6 +93,21 @@ def check(shown: Shown) -> None:
             raise AssertionError(f"{shown}: nobody knows whether this works")
 
 
+def inside(words: Sequence[str]) -> list[str] | None:
+    """The `opendiloco COMMAND ...` that another program is told to start, by its name or that of an image."""
+    names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for at, (word, following) in enumerate(pairwise(words)):
+        if at and word.rpartition("/")[2] == "opendiloco" and following in names:
+            return ["opendiloco", *words[at + 1 :]]
+    return None
+
+
+def missing_files(words: Sequence[str]) -> list[str]:
+    """Files of the clone that a command names and that are not there."""
+    named = (found[1] for word in words if (found := PART_OF_CLONE.fullmatch(word.partition("=")[2] or word)))
+    return [name for name in named if not (ROOT / name).exists()]
+
+
 def _check_command(arguments: Sequence[str]) -> None:
     """The real parser, then the settings that are given; the function behind the command is not called."""
     group = typer.main.get_command(app)
@@ -99,7 +120,7 @@ def _check_command(arguments: Sequence[str]) -> None:
         given = inner.params
     flags = [Flag("--run-id", "run.id", given["run_id"])] if given.get("run_id") else []
     peer = given.get("peer")
-    assert peer is None or not str(peer).startswith("peers/") or (ROOT / peer).is_file(), f"{peer} is not there"
+    peer = Path(str(peer).removeprefix("/opt/opendiloco/")) if peer is not None else None
     profile = ROOT / peer if peer is not None and (ROOT / peer).is_file() else None
     load_settings(None, profile, given.get("set_") or (), flags=flags)
 

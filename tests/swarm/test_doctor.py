@@ -60,6 +60,7 @@ def test_a_machine_that_can_take_part_in_a_run_hears_what_it_is_and_what_it_take
         "ok   memory for ",
         "ok   disk in ",
         "ok   a worker gives ",
+        " Mbit/s and takes ",
     ):
         assert part in said
     assert len(worker.events("round")) > 0

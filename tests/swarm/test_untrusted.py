@@ -18,7 +18,8 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
 from hivemind.proto import averaging_pb2
 
-from opendiloco.groups import STREAM_NAME
+from opendiloco import dialback, donor, uplink
+from opendiloco.groups import STREAM_NAME as REDUCE_STREAM
 from opendiloco.identity import Identity
 from opendiloco.membership import RUNS_KEY, SignedRecords
 from opendiloco.rendezvous import NAMESPACE, Rendezvous
@@ -95,11 +96,11 @@ class Rogue:
             await messages.aclose()
         return codes
 
-    def stream(self, worker: Peer, data: bytes) -> asyncio.StreamWriter:
-        """Open a reduce stream and write into it; it stays open."""
+    def stream(self, worker: Peer, data: bytes, name: str = REDUCE_STREAM) -> asyncio.StreamWriter:
+        """Open a stream and write into it; it stays open."""
 
         async def write() -> asyncio.StreamWriter:
-            _, _, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(worker.peer_id), STREAM_NAME)
+            _, _, writer = await self.p2p.call_binary_stream_handler(PeerID.from_base58(worker.peer_id), name)
             writer.write(data)
             with suppress(OSError):
                 await writer.drain()
@@ -188,8 +189,11 @@ def test_offers_for_another_group_are_refused(network: Network, workers: list[Pe
     commit_a_round(network, workers)
 
 
+@pytest.mark.parametrize(
+    "name", [REDUCE_STREAM, donor.STREAM_NAME, dialback.STREAM_NAME, uplink.STREAM_NAME], ids=lambda name: name[11:]
+)
 def test_streams_that_speak_no_protocol_do_not_disturb_a_round(
-    network: Network, workers: list[Peer], rogue: Rogue
+    network: Network, workers: list[Peer], rogue: Rogue, name: str
 ) -> None:
     header = struct.Struct("<BI")
     openings = [
@@ -202,11 +206,14 @@ def test_streams_that_speak_no_protocol_do_not_disturb_a_round(
         header.pack(1, 2**32 - 1) + bytes(100_000),
         header.pack(2, 2**32 - 1) + bytes(100_000),
         header.pack(5, 2**32 - 1),
+        header.pack(7, 2**32 - 1),
+        header.pack(7, 100) + bytes(100),
+        header.pack(9, 1 << 16) + bytes(1000),
         header.pack(99, 0),
     ]
     writers = []
     for _ in range(3):
-        writers += [rogue.stream(worker, opening) for worker in workers for opening in openings]
+        writers += [rogue.stream(worker, opening, name) for worker in workers for opening in openings]
         commit_a_round(network, workers)
 
     async def close() -> None:

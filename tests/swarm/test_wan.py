@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -118,6 +119,23 @@ def test_a_host_behind_a_router_gets_out_and_nobody_gets_in(commands: Commands, 
         rounds = [[one for one in worker.events("round") if one["verdict"] == "commit"] for worker in everybody]
         assert len({tuple((one["round"], one["params_hash"]) for one in of_worker) for of_worker in rounds}) == 1
         assert all(len(one["participants"]) == 3 for of_worker in rounds for one in of_worker)
+
+
+def test_a_doctor_says_how_fast_a_link_is_each_way(commands: Commands, wait_until: WaitUntil) -> None:
+    with Hosts(2, mbit=8.0) as network:
+        there, here = network.hosts
+        worker = commands.worker(contract=commands.contract(rounds=100_000), sets=there.sets, host=there)
+        wait_until(lambda: [one for one in worker.events("round") if one["verdict"] == "commit"], "it trains")
+        peers = (worker.folder / "addresses").read_text().split()
+        sets = [word for setting in here.sets for word in ("--set", setting)]
+        asked = commands.start("doctor", *sets, "--peers", *peers, host=here)
+        assert asked.wait() == 0
+        said = (asked.folder / "stdout.txt").read_text()
+        found = re.search(r"a worker gives ([\d,]+) Mbit/s and takes ([\d,]+) Mbit/s", said)
+        assert found, said
+        down, up = (float(rate) for rate in found.groups())
+        assert 4 <= down <= 9, said
+        assert 4 <= up <= 9, said
 
 
 def test_links_go_with_their_owner_however_it_ends(wait_until: WaitUntil) -> None:

@@ -13,13 +13,14 @@ from xml.etree import ElementTree
 
 import pytest
 from support.messages import Message, Source, of_launcher
-from support.shown import ROOT, Shown, blocks, check, commands
+from support.shown import ROOT, Shown, blocks, check, commands, inside, missing_files
 
 from opendiloco.errors import SettingsError
 from opendiloco.settings import load_settings
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
+RECIPES = [ROOT / "peers" / "README.md", *sorted((ROOT / "peers").glob("*/README.md"))]
 FITS_ANYTHING = {
     "SETTING is VALUE: must be WHAT IS ALLOWED",
     "SECTION is VALUE: WHAT IS WRONG",
@@ -171,7 +172,7 @@ def test_every_module_is_on_the_map_once() -> None:
 
 
 def all_commands() -> list[Shown]:
-    return [shown for page in PAGES for shown in commands(page)]
+    return [shown for page in (*PAGES, *RECIPES) for shown in commands(page)]
 
 
 def ways(shown: Shown) -> tuple[str, str] | None:
@@ -184,14 +185,31 @@ def ways(shown: Shown) -> tuple[str, str] | None:
 def test_a_command_that_is_shown_is_understood_or_run_by_a_test_or_needs_something(shown: Shown) -> None:
     test = ways(shown)
     words = shown.words if not shown.words[0].startswith("--") else ("opendiloco", "train", *shown.words)
+    assert not missing_files(words), shown
     is_own = words[0] in ("./launch.sh", "opendiloco", ".venv/bin/torchrun")
-    if is_own or (len(words) > 1 and words[1].endswith(".py")):
+    if (started := inside(words)) is not None and not is_own:
+        check(Shown(shown.place, tuple(started), shown.needs))
+    elif is_own or (len(words) > 1 and words[1].endswith(".py")):
         check(Shown(shown.place, words, shown.needs))
     elif test is None:
         assert shown.needs, f"{shown} is neither the product's own, nor run by a test, nor marked with <!-- needs: -->"
     if test is not None:
         file, name = test
         assert f"def {name}" in (ROOT / "tests" / file).read_text(), f"{file} has no {name}"
+
+
+@pytest.mark.parametrize(
+    "words", ["peers/local/keep.py opendiloco train --no-such-option", "docker run -p 1:1 opendiloco train --peer x"]
+)
+def test_a_command_that_another_program_starts_is_looked_at(words: str) -> None:
+    started = inside(words.split())
+    assert started is not None
+    assert started[:2] == ["opendiloco", "train"]
+
+
+def test_a_file_that_is_not_there_is_noticed() -> None:
+    assert missing_files(["sbatch", "peers/slurm/worker.sbatch", "peers/slurm/x.sbatch"]) == ["peers/slurm/x.sbatch"]
+    assert missing_files(["sky", "PROFILE=peers/profiles/x.toml"]) == ["peers/profiles/x.toml"]
 
 
 @pytest.mark.parametrize(
