@@ -132,7 +132,7 @@ class OuterConfig(Section):
     beta2: Decay = 0.95
     """adam: decay of the second moment."""
     eps: Annotated[float, Field(gt=0, le=1e9)] = 0.1
-    """adam: added to the root of the second moment (DiLoCo section 3.2 uses 0.1)."""
+    """adam: added to the root of the second moment (DiLoCo uses 0.1)."""
     weighting: Literal["uniform", "tokens"] = "uniform"
     """Weight of a worker's pseudo-gradient: one each, or its tokens of the round."""
     codec: Literal["none", "fp16", "int8"] = "int8"

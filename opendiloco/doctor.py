@@ -109,7 +109,7 @@ def versions() -> Finding:
     named = ", ".join(f"{name.removesuffix('-p2p')} {importlib.metadata.version(name)}" for name in packages)
     machine = f"{platform.system()} {platform.machine()}"
     if machine != "Linux x86_64":
-        return Finding("bad", f"{machine}: hivemind's libp2p daemon comes for Linux x86_64 only")
+        return Finding("bad", f"{machine}: the hivemind package brings libp2p's daemon for Linux x86_64 only")
     return Finding("ok", f"{named}, Python {platform.python_version()} on {machine}")
 
 
