@@ -21,7 +21,7 @@ from opendiloco.leave import Leave, ends_in_order, hang_up
 from opendiloco.logs import setup_logging
 from opendiloco.monitor.history import History
 from opendiloco.monitor.snapshot import Snapshot
-from opendiloco.monitor.terminal import render
+from opendiloco.monitor.terminal import View
 from opendiloco.monitor.watch import LOOK_S, Watch
 from opendiloco.monitor.web import Board, parse_address, serve
 from opendiloco.peer import Peer
@@ -96,9 +96,9 @@ def _show_in_terminal(watch: Watch, history: History, onlooker: Peer, stop: thre
     def show(shown: Snapshot) -> None:
         history.look(watch.workers, shown.time)
         if console.is_terminal:
-            live.update(render(shown), refresh=True)
+            live.update(View(shown, is_cropped=True), refresh=True)
         else:
-            console.print(render(shown))
+            console.print(View(shown))
 
     with Live(Text("looking for the run ..."), console=console, auto_refresh=False, screen=console.is_terminal) as live:
         keep_looking(watch, onlooker, stop, show=show)

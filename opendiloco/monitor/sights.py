@@ -1,18 +1,23 @@
 """What has been seen of the workers of a run, look after look: who is there, who has left or fallen silent.
 
-Everything in it comes from other peers' records. Clocks come in as arguments.
+Everything in it comes from other peers' records, of which those that cannot be of the run are passed over. Clocks come
+in as arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opendiloco.claims import Progress, Seen, Told
+from opendiloco.config import Contract
 
 FORGET_S = 3600.0
 """After a worker's last record."""
 MAX_WORKERS = 4096
+RECENT = 6
+"""Records by which a clock is judged."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +29,15 @@ class Sight:
     until: float
     """When that expires or has expired, Unix seconds."""
     told: Told | None
-    first_seen: float
     last_seen: float
     """When a look found a newer record than before, Unix seconds of this machine."""
-    lag_s: float
-    """The least from a record's time to the look that found it: below 0, its clock is before this machine's."""
-    renewals: int = 0
-    """Looks that found a newer record than the one before."""
+    lags: tuple[float, ...]
+    """From the times of its newest `RECENT` records to the looks that found them."""
+
+    @property
+    def lag_s(self) -> float:
+        """The least of those: below 0, its clock is ahead of this machine's."""
+        return min(self.lags)
 
     def is_gone(self, now: float) -> bool:
         """Whether it has left, or its record has expired."""
@@ -47,31 +54,61 @@ class Sights:
     def __init__(self) -> None:
         self.workers: dict[str, Sight] = {}
 
-    def look(self, seen: Mapping[str, Seen], now: float) -> None:
-        """Take in what a look at the DHT has found."""
+    def look(self, seen: Mapping[str, Seen], now: float, contracts: Sequence[Contract]) -> None:
+        """Take in what a look at the DHT has found. `contracts` are those that it has for the run."""
+        rounds = {contract.digest: contract.run.rounds for contract in contracts}
         for peer, found in seen.items():
-            known = self.workers.get(peer)
-            if found.progress is None:
-                if known is not None and found.told is not None:
-                    self.workers[peer] = replace(known, told=found.told)
-                continue
-            if known is None and len(self.workers) >= MAX_WORKERS:
-                continue
-            self.workers[peer] = _after(known, found.progress, found, now)
+            known, progress = self.workers.get(peer), found.progress
+            if progress is not None and _can_be(progress, rounds):
+                if known is None and len(self.workers) >= MAX_WORKERS:
+                    continue
+                known = self.workers[peer] = _after(known, progress, found.until, now)
+            if known is not None and found.told is not None:
+                told = _possible(found.told, min(known.progress.round + 1, rounds.get(known.progress.contract, 0)))
+                self.workers[peer] = replace(known, told=told)
         self.workers = {
             peer: sight for peer, sight in self.workers.items() if max(sight.until, sight.last_seen) > now - FORGET_S
         }
 
-    def there(self, now: float) -> dict[str, Sight]:
-        """Those who have neither left nor fallen silent."""
-        return {peer: sight for peer, sight in self.workers.items() if not sight.is_gone(now)}
+
+def followed(contracts: Sequence[Contract], sights: Mapping[str, Sight], now: float) -> Contract:
+    """The contract of most of those who are there; where nobody is, of most of those who were."""
+    there = Counter(sight.progress.contract for sight in sights.values() if not sight.is_gone(now))
+    all_of_them = Counter(sight.progress.contract for sight in sights.values())
+    return max(contracts, key=lambda one: (there[one.digest], all_of_them[one.digest], one.digest))
 
 
-def _after(known: Sight | None, progress: Progress, found: Seen, now: float) -> Sight:
+def with_contract(sights: Mapping[str, Sight], digest: str) -> dict[str, Sight]:
+    """Of all workers those who have it."""
+    return {peer: sight for peer, sight in sights.items() if sight.progress.contract == digest}
+
+
+def head_of(sights: Mapping[str, Sight]) -> Progress | None:
+    """The record of the lineage that wins: with most committed tokens, ties by hash."""
+    records = [sight.progress for sight in sights.values()]
+    return max(records, key=lambda record: (record.committed_tokens, record.lineage), default=None)
+
+
+def _can_be(progress: Progress, rounds: Mapping[str, int]) -> bool:
+    """Whether its contract, if that is known, has so many rounds."""
+    most = rounds.get(progress.contract)
+    return most is None or max(progress.round, progress.hashed_round) <= most
+
+
+def _possible(told: Told, last: int) -> Told:
+    """Without rounds after the `last`, which that worker cannot have done."""
+    return told.model_copy(
+        update={
+            "rounds": [one for one in told.rounds if one.round <= last],
+            "evaluations": [one for one in told.evaluations if one.round <= last],
+        }
+    )
+
+
+def _after(known: Sight | None, progress: Progress, until: float, now: float) -> Sight:
     lag_s = now - progress.issued
     if known is None or progress.session != known.progress.session:
-        return Sight(progress, found.until, found.told, now, now, lag_s)
-    told = found.told or known.told
+        return Sight(progress, until, None, now, (lag_s,))
     if progress.issued <= known.progress.issued:
-        return replace(known, told=told)
-    return Sight(progress, found.until, told, known.first_seen, now, min(lag_s, known.lag_s), known.renewals + 1)
+        return known
+    return Sight(progress, until, known.told, now, (*known.lags, lag_s)[-RECENT:])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from opendiloco.claims import Progress
 from opendiloco.config import Contract
-from opendiloco.monitor.sights import Sight
+from opendiloco.monitor.sights import Sight, followed, head_of, with_contract
 from opendiloco.monitor.troubles import Trouble, troubles
 
 
@@ -70,10 +69,15 @@ class Snapshot:
 
 
 def snapshot(contracts: Sequence[Contract], sights: Mapping[str, Sight], now: float) -> Snapshot:
-    """What `sights` come to. `contracts` are those that the DHT has for the run, at least one."""
-    there = {peer: sight for peer, sight in sights.items() if not sight.is_gone(now)}
-    contract = _followed(contracts, there)
-    head = head_of([sight.progress for sight in there.values()])
+    """What `sights` come to: the run under the contract of most. Of others only a warning tells.
+
+    Args:
+        contracts: those that the DHT has for the run, at least one.
+    """
+    contract = followed(contracts, sights, now)
+    ours = with_contract(sights, contract.digest)
+    there = {peer: sight for peer, sight in ours.items() if not sight.is_gone(now)}
+    head = head_of(there)
     training = [sight.progress.expected_finish for sight in there.values() if sight.progress.state == "training"]
     return Snapshot(
         time=now,
@@ -91,29 +95,20 @@ def snapshot(contracts: Sequence[Contract], sights: Mapping[str, Sight], now: fl
         workers=len(there),
         tokens_per_s=sum(_speed(sight.progress) for sight in there.values()),
         expected_end=max(training, default=None),
-        validation=_validation(sights),
-        peers=tuple(_row(peer, sight, contract, now) for peer, sight in sorted(sights.items())),
+        validation=_validation(ours, head),
+        peers=tuple(_row(peer, sight, contract, now) for peer, sight in sorted(ours.items())),
         warnings=tuple(troubles(contracts, sights, now)),
     )
-
-
-def head_of(records: Sequence[Progress]) -> Progress | None:
-    """The record of the lineage that wins: with most committed tokens, ties by hash."""
-    return max(records, key=lambda record: (record.committed_tokens, record.lineage), default=None)
-
-
-def _followed(contracts: Sequence[Contract], there: Mapping[str, Sight]) -> Contract:
-    counts = Counter(sight.progress.contract for sight in there.values())
-    return max(contracts, key=lambda contract: (counts[contract.digest], contract.digest))
 
 
 def _speed(record: Progress) -> float:
     return record.tokens_per_s if record.state in ("training", "averaging") else 0.0
 
 
-def _validation(sights: Mapping[str, Sight]) -> dict[str, Any] | None:
-    """Of the newest round that has one, what stands on most tokens; the median of those."""
+def _validation(sights: Mapping[str, Sight], head: Progress | None) -> dict[str, Any] | None:
+    """Of the newest round that has one, up to the head's, what stands on most tokens; the median of those."""
     told = [one for sight in sights.values() if sight.told for one in sight.told.evaluations]
+    told = [one for one in told if head is None or one.round <= head.round]
     if not told:
         return None
     newest = max((one.round, one.tokens) for one in told)

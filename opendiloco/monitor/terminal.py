@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from opendiloco.errors import one_line
 from opendiloco.monitor.snapshot import Snapshot, WorkerRow
+from opendiloco.monitor.troubles import Trouble
 
 COLOURS = {
     "training": "green",
@@ -20,22 +26,50 @@ GONE_S = 300.0
 """For so long workers that have gone are shown."""
 ID_LETTERS = 10
 
+Block = list[list[Segment]]
+"""Lines of the terminal."""
+
 
 def short(peer: str) -> str:
     """The end of a peer id: its beginning is the same for most."""
     return peer[-ID_LETTERS:]
 
 
-def render(shown: Snapshot) -> RenderableType:
-    """Everything, one below the other."""
-    parts: list[RenderableType] = [_headline(shown), _table(shown)]
-    if shown.warnings:
-        parts.append(Text(""))
-    for trouble in shown.warnings:
-        who = ", ".join(map(short, trouble.peers[:4])) + (" ..." if len(trouble.peers) > 4 else "")
-        line = Text.assemble((f"{trouble.kind}: ", "bold yellow"), one_line(trouble.message))
-        parts.append(line.append(f"  ({who})" if who else "", "bright_black"))
-    return Group(*parts)
+@dataclass(frozen=True)
+class View:
+    """Headline, warnings and workers, one below the other."""
+
+    shown: Snapshot
+    is_cropped: bool = False
+    """To the lines of the terminal: of warnings and workers is said how many there are besides."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        def lines(part: RenderableType) -> Block:
+            return console.render_lines(part, options.update(height=None), pad=False)
+
+        head = lines(_headline(self.shown))
+        warnings = [lines(_warning(trouble)) for trouble in self.shown.warnings]
+        title, *rows = ([line] for line in lines(_table(self.shown)))
+        if self.is_cropped:
+            room = max(0, options.max_height - len(head) - 1)
+            wanted = sum(map(len, warnings))
+            warnings = _cropped(warnings, min(wanted, max(room // 2, room - len(rows))), "warnings", lines)
+            rows = _cropped(rows, room - sum(map(len, warnings)), "workers", lines)
+        for line in chain(head, *warnings, title, *rows):
+            yield from line
+            yield Segment.line()
+
+
+def _cropped(blocks: list[Block], room: int, what: str, lines: Callable[[RenderableType], Block]) -> list[Block]:
+    """As many as have room, and then a line that says how many have none."""
+    if sum(map(len, blocks)) <= room:
+        return blocks
+    kept: list[Block] = []
+    for block in blocks:
+        if sum(map(len, kept)) + len(block) >= room:
+            break
+        kept.append(block)
+    return [*kept, lines(Text(f"... and {len(blocks) - len(kept)} more {what}", "bright_black"))]
 
 
 def _headline(shown: Snapshot) -> Text:
@@ -56,21 +90,30 @@ def _headline(shown: Snapshot) -> Text:
     return title.append("\n").append(" | ".join(pieces), "not bold")
 
 
+def _warning(trouble: Trouble) -> Text:
+    who = ", ".join(map(short, trouble.peers[:4])) + (" ..." if len(trouble.peers) > 4 else "")
+    line = Text.assemble((f"{trouble.kind}: ", "bold yellow"), one_line(trouble.message))
+    return line.append(f"  ({who})" if who else "", "bright_black")
+
+
 def _table(shown: Snapshot) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     for name in ("worker", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("round", "phase", "tokens/s", "Mbit/s", "loss", "version", "seen"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in shown.peers:
-        if row.state in ("left", "silent") and row.last_seen_s > GONE_S:
-            continue
-        table.add_row(*_cells(row))
+    for row in sorted(shown.peers, key=_is_gone):
+        if not _is_gone(row) or row.last_seen_s <= GONE_S:
+            table.add_row(*_cells(row))
     return table
 
 
+def _is_gone(row: WorkerRow) -> bool:
+    return row.state in ("left", "silent")
+
+
 def _cells(row: WorkerRow) -> list[Text]:
-    is_gone = row.state in ("left", "silent")
+    is_gone = _is_gone(row)
     cells = [
         "" if is_gone else f"{row.progress:.0%}",
         "" if is_gone else f"{row.tokens_per_s:,.0f}",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from opendiloco.claims import Progress
 from opendiloco.config import Contract
-from opendiloco.monitor.sights import Sight
+from opendiloco.monitor.sights import RECENT, Sight, followed, head_of, with_contract
 
 Kind = Literal["nobody", "contracts", "split", "replicas", "behind", "straggler", "clock", "silent", "versions"]
 
 MAX_SKEW_S = 2.0
 """Between a worker's clock and this one. A DHT refuses records that are off by more than about three seconds."""
-SURE_RENEWALS = 5
 LATE_S = 10.0
 """After the usual expected finish, at least, for a straggler."""
 LATE_SHARE = 0.25
@@ -34,25 +35,26 @@ class Trouble:
 
 def troubles(contracts: Sequence[Contract], sights: Mapping[str, Sight], now: float) -> Iterator[Trouble]:
     """All that is wrong at this moment, the worst first."""
-    there = {peer: sight for peer, sight in sorted(sights.items()) if not sight.is_gone(now)}
+    everybody = {peer: sight for peer, sight in sorted(sights.items()) if not sight.is_gone(now)}
+    contract = followed(contracts, sights, now).digest
+    there = with_contract(everybody, contract)
     if not there:
         yield Trouble("nobody", "no worker is there")
-    yield from _contracts(contracts, there)
+    yield from _contracts(contracts, contract, everybody)
     yield from _splits(there)
     yield from _replicas(there)
     yield from _clocks(there)
-    yield from _silent(sights, now)
+    yield from _silent(with_contract(sights, contract), now)
     yield from _behind(there)
     yield from _stragglers(there, now)
     yield from _versions(there)
 
 
-def _contracts(contracts: Sequence[Contract], there: Mapping[str, Sight]) -> Iterator[Trouble]:
+def _contracts(contracts: Sequence[Contract], usual: str, there: Mapping[str, Sight]) -> Iterator[Trouble]:
     if len(contracts) > 1:
         digests = ", ".join(sorted(contract.digest[:12] for contract in contracts))
         yield Trouble("contracts", f"the run has several contracts on this DHT ({digests}): choose another run.id")
-    usual = Counter(sight.progress.contract for sight in there.values()).most_common(1)
-    others = tuple(peer for peer, sight in there.items() if sight.progress.contract != usual[0][0])
+    others = tuple(peer for peer, sight in there.items() if sight.progress.contract != usual)
     if others:
         yield Trouble("contracts", f"{_count(others)} another contract than most: they do not train together", others)
 
@@ -97,10 +99,12 @@ def _clocks(there: Mapping[str, Sight]) -> Iterator[Trouble]:
     for peer, sight in there.items():
         if sight.lag_s < -MAX_SKEW_S:
             yield Trouble(
-                "clock", f"its clock is {-sight.lag_s:.0f} s before this machine's: let NTP keep both", (peer,)
+                "clock", f"its clock is {-sight.lag_s:.0f} s ahead of this machine's: let NTP keep both", (peer,)
             )
-        elif sight.lag_s > 2 * MAX_SKEW_S and sight.renewals >= SURE_RENEWALS:  # found late, again and again
-            yield Trouble("clock", f"its clock is {sight.lag_s:.0f} s after this machine's: let NTP keep both", (peer,))
+        elif sight.lag_s > 2 * MAX_SKEW_S and len(sight.lags) == RECENT:  # found late, again and again
+            yield Trouble(
+                "clock", f"its clock is {sight.lag_s:.0f} s behind this machine's: let NTP keep both", (peer,)
+            )
 
 
 def _silent(sights: Mapping[str, Sight], now: float) -> Iterator[Trouble]:
@@ -112,25 +116,32 @@ def _silent(sights: Mapping[str, Sight], now: float) -> Iterator[Trouble]:
 
 
 def _behind(there: Mapping[str, Sight]) -> Iterator[Trouble]:
-    head = max((sight.progress.round for sight in there.values()), default=0)
-    late = tuple(peer for peer, sight in there.items() if sight.progress.round <= head - BEHIND_ROUNDS)
-    if late:
-        yield Trouble("behind", f"{_count(late)} missed {BEHIND_ROUNDS} rounds or more, of {head}", late)
+    head = head_of(there)
+    late = tuple(peer for peer, sight in there.items() if head and sight.progress.round <= head.round - BEHIND_ROUNDS)
+    if head and late:
+        yield Trouble("behind", f"{_count(late)} missed {BEHIND_ROUNDS} rounds or more, of {head.round}", late)
 
 
 def _stragglers(there: Mapping[str, Sight], now: float) -> Iterator[Trouble]:
-    """Workers whose phase ends long after the usual end."""
-    at_work = {peer: sight.progress for peer, sight in there.items() if sight.progress.state != "following"}
-    finishes = [now if one.state == "averaging" else one.expected_finish for one in at_work.values()]
-    if len(finishes) < 2:
-        return
-    usual = statistics.median_low(finishes)
+    """Workers whose phase ends long after that of most who are at the same round."""
+    at_work: dict[str, dict[str, Progress]] = defaultdict(dict)
+    for peer, sight in there.items():
+        if sight.progress.state != "following":
+            at_work[sight.progress.lineage][peer] = sight.progress
     phases = [sight.told.rounds[-1].inner_s for sight in there.values() if sight.told and sight.told.rounds]
     late_s = max(LATE_S, LATE_SHARE * statistics.median(phases)) if phases else LATE_S
-    for peer, record in at_work.items():
-        behind_s = max(now, record.expected_finish) - usual
-        if record.state == "training" and behind_s > late_s:
-            yield Trouble("straggler", f"its phase ends about {behind_s:.0f} s after the others'", (peer,))
+    for records in at_work.values():
+        ends = [_end_of(record, now) for record in records.values() if record.state == "averaging" or record.steps > 0]
+        usual = statistics.median_low(ends) if ends else math.inf
+        for peer, record in records.items():
+            behind_s = _end_of(record, now) - usual
+            if record.state == "training" and behind_s > late_s:
+                yield Trouble("straggler", f"its phase ends about {behind_s:.0f} s after the others'", (peer,))
+
+
+def _end_of(record: Progress, now: float) -> float:
+    """Of its inner phase: when it ended, or when it will. Before the first step nobody can say, and it is a guess."""
+    return record.expected_finish if record.state == "averaging" else max(now, record.expected_finish)
 
 
 def _versions(there: Mapping[str, Sight]) -> Iterator[Trouble]:

@@ -51,5 +51,5 @@ class Watch:
         if self._looks % CONTRACT_LOOKS == 0:  # the last one seen is kept: it outlives the last worker by a minute only
             self._contracts = self._onlooker.runs(with_workers=False).get(self._run_id, self._contracts)
         seen, now = self._onlooker.observe(self._run_id), self._clock()
-        self._sights.look(seen, now)
+        self._sights.look(seen, now, self._contracts)
         return snapshot(self._contracts, self._sights.workers, now)

@@ -6,28 +6,26 @@ import io
 import json
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.screen import Screen
 from support.records import CONTRACT, NOW, STEPS, progress, seen, told, told_round
 
 from opendiloco.claims import MAX_ROUNDS, Seen, Told, ToldEvaluation, ToldLoss
 from opendiloco.config import Contract, ModelConfig, RunConfig
-from opendiloco.errors import SettingsError
-from opendiloco.monitor.history import History
-from opendiloco.monitor.sights import FORGET_S, Sights
+from opendiloco.monitor.sights import FORGET_S, RECENT, Sights
 from opendiloco.monitor.snapshot import Snapshot, snapshot
-from opendiloco.monitor.terminal import duration, render
-from opendiloco.monitor.troubles import SURE_RENEWALS, Trouble
-from opendiloco.monitor.web import parse_address
+from opendiloco.monitor.terminal import View, duration
+from opendiloco.monitor.troubles import Trouble
 
 
 def look(workers: dict[str, Seen], *, contracts: Iterable[Contract] = (CONTRACT,), now: float = NOW) -> Snapshot:
     sights = Sights()
-    sights.look(workers, now)
-    return snapshot(list(contracts), sights.workers, now)
+    known = list(contracts)
+    sights.look(workers, now, known)
+    return snapshot(known, sights.workers, now)
 
 
 def troubles(workers: dict[str, Seen], **options: Any) -> list[tuple[str, tuple[str, ...]]]:
@@ -77,7 +75,7 @@ def test_the_round_is_that_of_the_lineage_that_wins_not_the_highest() -> None:
         ("split", {"lineage": "5" * 64}, ("a", "b", "c")),
         ("replicas", {"params_hash": "5" * 64}, ("c",)),
         ("contracts", {"contract": "5" * 64}, ("c",)),
-        ("behind", {"round": 1, "lineage": "5" * 64, "hashed_round": 1}, ("c",)),
+        ("behind", {"round": 1, "lineage": "5" * 64, "hashed_round": 1, "committed_tokens": 900}, ("c",)),
         ("straggler", {"expected_finish": NOW + 90}, ("c",)),
         ("clock", {"issued": NOW + 3}, ("c",)),
     ],
@@ -95,6 +93,22 @@ def test_who_is_a_straggler_depends_on_the_length_of_phases() -> None:
     assert troubles({"a": seen(), "b": late}) == []
 
 
+def test_nobody_is_a_straggler_before_the_first_step() -> None:
+    compiling = progress(steps=0, expected_finish=NOW - 60)
+    assert troubles({"a": seen(compiling), "b": seen(compiling), "c": seen(compiling)}) == []
+    at_work = seen(progress(expected_finish=NOW + 300))
+    assert troubles({"a": seen(compiling), "b": seen(compiling), "c": at_work}) == []
+
+
+def test_a_worker_that_others_have_waited_for_is_a_straggler_and_one_of_the_next_round_is_none() -> None:
+    waiting = seen(progress(state="averaging", steps=STEPS, expected_finish=NOW - 40))
+    overdue, stuck = progress(expected_finish=NOW - 35), progress(steps=0, expected_finish=NOW - 80)
+    assert troubles({"a": waiting, "b": seen(overdue)}) == [("straggler", ("b",))]
+    assert troubles({"a": waiting, "b": seen(stuck)}) == [("straggler", ("b",))]
+    ahead = progress(round=4, lineage="4" * 64, hashed_round=3, expected_finish=NOW + 90)
+    assert troubles({"a": waiting, "b": waiting, "c": seen(ahead)}) == []
+
+
 def test_workers_whose_hash_lags_or_who_are_somewhere_else_are_no_other_replicas() -> None:
     behind = progress(round=2, lineage="5" * 64, params_hash="5" * 64, hashed_round=2)
     lagging = progress(params_hash="5" * 64, hashed_round=2)
@@ -108,31 +122,95 @@ def test_a_run_that_nobody_is_in_and_one_with_several_contracts_are_told_of() ->
     assert look({"a": seen()}, contracts=[other, CONTRACT]).run["contract"] == CONTRACT.digest
 
 
+def test_the_contract_of_most_decides_and_of_others_only_a_warning_tells() -> None:
+    minority = Contract(run=RunConfig(id="test", rounds=500))
+    foreign = progress(
+        contract=minority.digest, round=400, hashed_round=400, lineage="9" * 64, committed_tokens=2**40, issued=NOW + 9
+    )
+    tells = told(told_round(400), version="0.2", evaluations=[ToldEvaluation(round=400, loss=1.0, tokens=2**40)])
+    late = {"issued": NOW - 300}
+    for contracts in ([CONTRACT, minority], [minority, CONTRACT], [CONTRACT]):
+        shown = look(
+            {
+                "a": seen(tells=told()),
+                "b": seen(),
+                "c": seen(foreign, tells),
+                "d": seen(foreign.model_copy(update={"round": 3, "lineage": "5" * 64})),
+                "e": seen(foreign.model_copy(update=late), until=NOW - 200),
+                "f": seen(),
+            },
+            contracts=contracts,
+        )
+        assert (shown.round, shown.lineage, shown.run["rounds"], shown.workers) == (3, "3" * 64, 9, 3)
+        assert (shown.validation, [row.peer for row in shown.peers]) == (None, ["a", "b", "f"])
+        of_several = [("contracts", ())] if len(contracts) > 1 else []
+        assert [(one.kind, one.peers) for one in shown.warnings] == [*of_several, ("contracts", ("c", "d"))]
+
+
+def test_rounds_that_the_run_cannot_have_had_are_passed_over() -> None:
+    far = {"round": 2**40, "hashed_round": 2**40, "lineage": "9" * 64, "committed_tokens": 2**60}
+    evaluations = [ToldEvaluation(round=at, loss=2.0, tokens=8) for at in (3, 4, 2**40)]
+    tells = told(told_round(3), told_round(5), told_round(10), told_round(2**40, ended=NOW), evaluations=evaluations)
+    sights = Sights()
+    sights.look({"a": seen(progress(), tells), "b": seen(progress(**far), tells)}, NOW, [CONTRACT])
+    assert set(sights.workers) == {"a"}
+    kept = sights.workers["a"].told
+    assert kept is not None
+    assert ([one.round for one in kept.rounds], [one.round for one in kept.evaluations]) == ([3], [3, 4])
+    shown = snapshot([CONTRACT], sights.workers, NOW)
+    assert (shown.round, shown.validation, shown.warnings) == (3, {"round": 3, "loss": 2.0, "tokens": 8}, ())
+    sights.look({"a": Seen(None, 0.0, tells)}, NOW + 2, [CONTRACT])
+    assert sights.workers["a"].told == kept
+
+
+def test_one_record_of_a_late_round_does_not_put_all_others_behind() -> None:
+    alone = progress(round=9, hashed_round=9, lineage="9" * 64, committed_tokens=10)
+    assert troubles({"a": seen(), "b": seen(), "c": seen(alone)}) == []
+
+
 def test_a_worker_that_falls_silent_is_told_of_and_one_that_left_is_not() -> None:
     sights = Sights()
-    sights.look({"a": seen(), "b": seen(), "c": seen()}, NOW)
+    sights.look({"a": seen(), "b": seen(), "c": seen()}, NOW, [CONTRACT])
     sights.look(
         {"a": seen(progress(issued=NOW + 39), until=NOW + 51), "c": seen(progress(issued=NOW + 2, state="left"))},
         NOW + 40,
+        [CONTRACT],
     )
     shown = snapshot([CONTRACT], sights.workers, NOW + 40)
     assert [(row.peer, row.state) for row in shown.peers] == [("a", "training"), ("b", "silent"), ("c", "left")]
     assert shown.workers == 1
     (trouble,) = shown.warnings
     assert trouble == Trouble("silent", "it has not been heard of for 40 s and did not leave", ("b",))
-    sights.look({}, NOW + 40 + FORGET_S)
+    sights.look({}, NOW + 40 + FORGET_S, [CONTRACT])
     assert set(sights.workers) == {"a"}
 
 
-def test_a_clock_that_is_late_is_told_of_once_that_is_sure() -> None:
-    sights = Sights()
-    for number in range(SURE_RENEWALS + 1):
-        now = NOW + 2 * number
-        assert not [one for one in snapshot([CONTRACT], sights.workers, now).warnings if one.kind == "clock"]
-        sights.look({"a": seen(progress(issued=now - 6), until=now + 6)}, now)
-    assert [one.kind for one in snapshot([CONTRACT], sights.workers, now).warnings] == ["clock"]
-    sights.look({"a": seen(progress(issued=now + 1, session="1" * 16), until=now + 9)}, now + 2)  # it was set right
-    assert not snapshot([CONTRACT], sights.workers, now + 2).warnings
+class Clock:
+    """A worker whose clock is off, and a monitor that looks at it again and again."""
+
+    def __init__(self) -> None:
+        self._sights, self._now = Sights(), NOW
+
+    def warnings(self, lag_s: float) -> list[str]:
+        """After one more look, which found a record `lag_s` after its time."""
+        self._now += 20
+        self._sights.look({"a": seen(progress(issued=self._now - lag_s), until=self._now + 6)}, self._now, [CONTRACT])
+        return [one.message for one in snapshot([CONTRACT], self._sights.workers, self._now).warnings]
+
+
+def test_a_clock_that_is_behind_is_told_of_once_that_is_sure() -> None:
+    clock = Clock()
+    told_of = [clock.warnings(lag_s=6) for _ in range(RECENT)]
+    assert told_of == [[]] * (RECENT - 1) + [["its clock is 6 s behind this machine's: let NTP keep both"]]
+    assert clock.warnings(lag_s=1) == []
+
+
+def test_a_clock_is_judged_by_its_newest_records() -> None:
+    clock = Clock()
+    ahead = "its clock is 5 s ahead of this machine's: let NTP keep both"
+    assert [clock.warnings(lag_s=-5) for _ in range(3)] == [[ahead]] * 3
+    assert [clock.warnings(lag_s=1) for _ in range(RECENT)] == [[ahead]] * (RECENT - 1) + [[]]
+    assert [bool(clock.warnings(lag_s=9)) for _ in range(RECENT)] == [False] * (RECENT - 1) + [True]
 
 
 def test_what_a_worker_tells_keeps_its_size_and_losses_find_their_round() -> None:
@@ -146,38 +224,6 @@ def test_what_a_worker_tells_keeps_its_size_and_losses_find_their_round() -> Non
     assert Told.model_validate(tells.model_dump()) == tells
 
 
-def test_history_has_every_change_once_and_goes_on_after_a_restart(tmp_path: Path) -> None:
-    file, sights = tmp_path / "seen" / "history.jsonl", Sights()
-    history = History(file)
-    tells = told(told_round(2), evaluations=[ToldEvaluation(round=2, loss=2.0, tokens=5)])
-    for _ in range(2):
-        sights.look({"a": seen(tells=tells)}, NOW)
-        history.look(sights.workers, NOW)
-    kinds = [(event["kind"], event["peer"]) for event in history.since(0)]
-    assert kinds == [("state", "a"), ("round", "a"), ("evaluation", "a")]
-    history.close()
-    with file.open("a") as lines:
-        lines.write('{"kind": "state", "time": 1, "peer": "x", "state": "<b>"}\n[1\n' + "x" * 10_000 + "\n")
-    again = History(file)
-    assert again.since(0) == history.since(0)
-    tells = tells.after(ToldLoss(round=2, loss=1.5)).after(told_round(3))
-    sights.look({"a": seen(progress(issued=NOW + 2, state="averaging"), tells)}, NOW + 2)
-    again.look(sights.workers, NOW + 2)
-    news = again.since(3)
-    assert [event["kind"] for event in news] == ["state", "round", "round"]
-    assert [event["told"]["loss"] for event in news[1:]] == [1.5, None]
-    again.close()
-    assert len(file.read_text().splitlines()) == 9
-
-
-def test_a_history_that_cannot_be_written_is_told_of_with_the_cure(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match="choose another --out"):
-        History(tmp_path / "file" / "history.jsonl")
-    with pytest.raises(SettingsError, match="choose another --out"):
-        History(tmp_path)
-
-
 def test_the_terminal_shows_text_of_others_as_text() -> None:
     hostile = "[red]\x1b[2J\n\u202e<b>"
     contract = CONTRACT.model_copy(update={"model": ModelConfig.model_construct(name=hostile)})
@@ -186,11 +232,45 @@ def test_the_terminal_shows_text_of_others_as_text() -> None:
     )
     shown = replace(shown, warnings=(Trouble("nobody", hostile, ("a" * 52,)),))
     out = io.StringIO()
-    Console(file=out, force_terminal=True, width=200, color_system=None).print(render(shown))
+    Console(file=out, force_terminal=True, width=200, color_system=None).print(View(shown))
     assert "\x1b[2J" not in out.getvalue()
     assert "\u202e" not in out.getvalue()
     assert out.getvalue().count("[red]?[2J ?<b>") == 2
     assert "a" * 10 in out.getvalue()
+
+
+def on_terminal(shown: Snapshot, *, height: int, width: int = 100) -> list[str]:
+    """Lines of a terminal that shows nothing else."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, height=height, color_system=None)
+    console.print(Screen(View(shown, is_cropped=True)), end="")
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_warnings_stand_above_the_workers_and_what_has_no_room_is_counted() -> None:
+    well = {f"{number:010d}": seen() for number in range(40)}
+    split = seen(progress(lineage="5" * 64, params_hash="5" * 64))
+    lines = on_terminal(look({**well, "x" * 10: split}), height=24)
+    assert len(lines) == 24
+    assert lines[2].startswith("split: workers at round 3 are on 2 lineages")
+    (header,) = (number for number, line in enumerate(lines) if line.startswith("worker"))
+    assert header > 2
+    assert all(line.startswith("00000000") for line in lines[header + 1 : -1])
+    assert lines[-1] == f"... and {41 - len(lines[header + 1 : -1])} more workers"
+    assert on_terminal(look(well), height=60)[2:43][-1].startswith("0000000039")
+
+
+def test_many_warnings_leave_room_for_workers() -> None:
+    silent = {f"{number:010d}": seen(progress(), until=NOW - 1) for number in range(40)}
+    lines = on_terminal(look({**silent, "x" * 10: seen()}), height=24, width=80)
+    assert len(lines) == 24
+    (rest,) = (number for number, line in enumerate(lines) if line.endswith("more warnings"))
+    told_of = sum(line.startswith("silent: ") for line in lines)
+    assert lines[rest] == f"... and {40 - told_of} more warnings"
+    assert lines[rest + 1].startswith("worker")
+    assert lines[rest + 2].startswith("x" * 10)
+    assert sum(line.startswith("00000000") for line in lines) >= 7
+    assert lines[-1].endswith("more workers")
 
 
 @pytest.mark.parametrize(
@@ -198,12 +278,3 @@ def test_the_terminal_shows_text_of_others_as_text() -> None:
 )
 def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> None:
     assert duration(seconds) == words
-
-
-def test_the_page_has_a_port_of_this_machine_unless_a_host_is_named() -> None:
-    assert parse_address("8080") == ("127.0.0.1", 8080)
-    assert parse_address("0.0.0.0:80") == ("0.0.0.0", 80)
-    assert parse_address("[::1]:80") == ("::1", 80)
-    for wrong in ("", "x", "-1", "65536", ":80", "a:b", "1" * 30, "80:"):
-        with pytest.raises(SettingsError, match=r"--web is .*: give PORT or HOST:PORT"):
-            parse_address(wrong)
