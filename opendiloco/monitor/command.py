@@ -19,24 +19,27 @@ from opendiloco.config import SwarmConfig
 from opendiloco.errors import SettingsError, SwarmError
 from opendiloco.leave import Leave, ends_in_order, hang_up
 from opendiloco.logs import setup_logging
-from opendiloco.monitor.history import History
+from opendiloco.monitor.archive import Archive
+from opendiloco.monitor.board import Board
+from opendiloco.monitor.door import parse_address
 from opendiloco.monitor.snapshot import Snapshot
 from opendiloco.monitor.terminal import View
 from opendiloco.monitor.watch import LOOK_S, Watch
-from opendiloco.monitor.web import Board, parse_address, serve
+from opendiloco.monitor.web import serve
 from opendiloco.peer import Peer
 
 POLL_S = 0.5
+INTERRUPTED = 130
 
 
 def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: str | None, out: Path | None) -> int:
-    """Watch a run until SIGINT, SIGTERM or SIGHUP, or once; returns the exit code.
+    """Watch a run until SIGINT, SIGTERM or SIGHUP, or once; returns the exit code: 130 if it ends before that once.
 
     Args:
         run_id: None: the only one that there is.
         as_json: print one snapshot and end.
         web: PORT or HOST:PORT of the page; None: show in the terminal.
-        out: folder that keeps the history.
+        out: folder that keeps the history, to which one snapshot adds, too.
 
     Raises:
         SettingsError: no peers, several runs, a port or folder that cannot be used.
@@ -49,29 +52,31 @@ def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: 
         )
     if web is not None:
         parse_address(web)
-    stop = threading.Event()
+    stop, shown = threading.Event(), None
     numbers = (signal.SIGINT, signal.SIGTERM, *hang_up())
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
     observer = config.model_copy(update={"client_mode": True, "identity": ""})  # it stores nothing for others
     with contextlib.ExitStack() as stack:
         for number, handler in previous.items():
             stack.callback(signal.signal, number, handler)
-        history = stack.enter_context(contextlib.closing(History(out / "history.jsonl" if out is not None else None)))
         stack.enter_context(setup_logging(None, console=True))
+        archive = stack.enter_context(contextlib.closing(Archive(out)))
         stack.enter_context(ends_in_order(stop.is_set))
         onlooker = stack.enter_context(Peer(observer, None, leaving=stop.is_set))
         onlooker.open()
         watch = Watch(onlooker, run_id)
         if as_json:
-            print(json.dumps(_first(watch, config.startup_timeout_s, run_id, stop).to_json()), flush=True)
+            shown = _first(watch, config.startup_timeout_s, run_id, stop)
+            print(json.dumps(shown.to_json()), flush=True)
+            archive.take(watch.workers, shown)
         elif web is not None:
-            board = Board(history)
+            board = Board(archive)
             serve(
                 web, board, partial(keep_looking, watch, onlooker, stop, show=partial(_take, board, watch)), stop=stop
             )
         else:
-            _show_in_terminal(watch, history, onlooker, stop)
-    return 0
+            _show_in_terminal(watch, archive, onlooker, stop)
+    return INTERRUPTED if as_json and shown is None else 0
 
 
 def _take(board: Board, watch: Watch, shown: Snapshot) -> None:
@@ -89,12 +94,12 @@ def _first(watch: Watch, limit_s: float, run_id: str | None, stop: threading.Eve
     return watch.look()
 
 
-def _show_in_terminal(watch: Watch, history: History, onlooker: Peer, stop: threading.Event) -> None:
+def _show_in_terminal(watch: Watch, archive: Archive, onlooker: Peer, stop: threading.Event) -> None:
     """The newest snapshot in place, or one below the other where the output is no terminal."""
     console = Console()
 
     def show(shown: Snapshot) -> None:
-        history.look(watch.workers, shown.time)
+        archive.take(watch.workers, shown)
         if console.is_terminal:
             live.update(View(shown, is_cropped=True), refresh=True)
         else:

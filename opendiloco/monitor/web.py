@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from opendiloco.errors import SettingsError, pip_install
-from opendiloco.monitor.history import History
-from opendiloco.monitor.sights import Sight
-from opendiloco.monitor.snapshot import Snapshot
+from opendiloco.monitor.board import Board
+from opendiloco.monitor.door import is_loopback, parse_address, refusal
 
 PAGE = Path(__file__).with_name("page")
 FILES = {"page.css": "text/css", "page.js": "text/javascript", "charts.js": "text/javascript"}
@@ -30,63 +27,12 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PING_S = 15.0
+MAX_STREAMS = 32
+"""Browsers that follow at the same time."""
+MAX_CONNECTIONS = 128
 
-
-class Board:
-    """The newest snapshot and the history, for any number of browsers. Methods may be called from any thread."""
-
-    def __init__(self, history: History) -> None:
-        self._history, self._lock = history, threading.Lock()
-        self._life = secrets.token_hex(8)
-        self.is_closed = False
-        self._snapshot: dict[str, Any] | None = None
-        self._changed: set[Callable[[], None]] = set()
-
-    def take(self, workers: Mapping[str, Sight], snapshot: Snapshot) -> None:
-        """What a look has found."""
-        with self._lock:
-            self._history.look(workers, snapshot.time)
-            self._snapshot = snapshot.to_json()
-            for call in self._changed:
-                call()
-
-    def close(self) -> None:
-        """Nothing more comes: whoever follows is let go."""
-        with self._lock:
-            self.is_closed = True
-            for call in self._changed:
-                call()
-
-    def news(self, since: int) -> dict[str, Any]:
-        """The newest snapshot, and the events after the first `since`; `life` says whose count that is."""
-        with self._lock:
-            events = self._history.since(since)
-            return {"life": self._life, "snapshot": self._snapshot, "count": self._history.count, "events": events}
-
-    @contextlib.contextmanager
-    def following(self, call: Callable[[], None]) -> Iterator[None]:
-        """In the block `call` is called after each new snapshot."""
-        with self._lock:
-            self._changed.add(call)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._changed.discard(call)
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """`PORT` or `HOST:PORT`; without a host only this machine can look.
-
-    Raises:
-        SettingsError: neither.
-    """
-    host, colon, port = text.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) <= 65535) or (colon and not host):
-        raise SettingsError(f"--web is {text}: give PORT or HOST:PORT with a port from 0 to 65535, such as 8080")
-    return host.strip("[]") or LOOPBACK[0], int(port)
+Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def serve(address: str, board: Board, watch: Callable[[], None], *, stop: threading.Event) -> None:
@@ -107,11 +53,12 @@ def serve(address: str, board: Board, watch: Callable[[], None], *, stop: thread
     listener = _listen(host, port)
     with contextlib.closing(listener):
         config = uvicorn.Config(
-            make_app(board, local=host in LOOPBACK),
+            make_app(board, local_name=host if is_loopback(listener.getsockname()[0]) else None),
             log_config=None,
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
+            limit_concurrency=MAX_CONNECTIONS,
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="web page", daemon=True)
@@ -145,13 +92,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_app(board: Board, *, local: bool) -> Any:
-    """The routes. `local`: only requests for this machine's own names are answered."""
+def make_app(board: Board, *, local_name: str | None) -> Any:
+    """The routes. `local_name`: see `door.refusal`."""
     from starlette.applications import Starlette
+    from starlette.datastructures import Headers
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.responses import PlainTextResponse, Response
     from starlette.routing import Route
 
     def page(request: Request) -> Response:
@@ -168,26 +115,67 @@ def make_app(board: Board, *, local: bool) -> Any:
         return Response(plotly_script(), media_type="text/javascript", headers=headers)
 
     def news(request: Request) -> Response:
-        since = request.query_params.get("since", "0")
-        if not since.isdecimal() or len(since) > 18:
+        since = _since(request)
+        if since is None:
             return Response(status_code=400)
-        return JSONResponse(board.news(int(since)), headers=HEADERS)
+        _, piece = next(board.news(since))
+        return Response(piece, media_type="application/json", headers=HEADERS)
 
-    async def stream(request: Request) -> Response:
-        since = request.query_params.get("since", "0")
-        if not since.isdecimal() or len(since) > 18:
-            return Response(status_code=400)
-        return StreamingResponse(_stream(board, int(since)), media_type="text/event-stream", headers=HEADERS)
+    class Door:
+        """Turns away what `refusal` names."""
+
+        def __init__(self, app: Asgi) -> None:
+            self._app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            app = self._app
+            if scope["type"] == "http":
+                headers = Headers(scope=scope)
+                if (no := refusal(scope["path"], headers, local_name=local_name)) is not None:
+                    app = PlainTextResponse(f"{no[1]}\n", status_code=no[0], headers=HEADERS)
+            await app(scope, receive, send)
 
     routes = [
         Route("/", page),
         Route("/plotly.js", plotly),
         Route("/api/news", news),
-        Route("/api/stream", stream),
+        Route("/api/stream", Streams(board)),
         Route("/{name}", file),
     ]
-    hosts = [*LOOPBACK, "[::1]"] if local else ["*"]  # others' pages cannot read this one under a name of theirs
-    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
+    return Starlette(routes=routes, middleware=[Middleware(Door)])
+
+
+def _since(request: Any) -> int | None:
+    """The number of events that whoever asks has; None: it is none."""
+    since = request.query_params.get("since", "0")
+    return int(since) if since.isascii() and since.isdecimal() and len(since) <= 18 else None
+
+
+class Streams:
+    """Browsers that follow, of whom there is a limit: each costs something at every look."""
+
+    def __init__(self, board: Board) -> None:
+        self._board, self._count = board, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One of them, until it goes."""
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+        since = _since(Request(scope))
+        if since is None:
+            await Response(status_code=400)(scope, receive, send)
+            return
+        if self._count >= MAX_STREAMS:
+            full = f"{MAX_STREAMS} browsers follow this page, and more may not: close one\n"
+            await PlainTextResponse(full, status_code=503, headers=HEADERS)(scope, receive, send)
+            return
+        self._count += 1
+        try:
+            stream = _stream(self._board, since)
+            await StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)(scope, receive, send)
+        finally:
+            self._count -= 1
 
 
 async def _stream(board: Board, since: int) -> AsyncIterator[bytes]:
@@ -199,14 +187,15 @@ async def _stream(board: Board, since: int) -> AsyncIterator[bytes]:
 
     with board.following(wake):
         while not board.is_closed:
-            news = board.news(since)
-            since = news["count"]
-            yield f"data: {json.dumps(news)}\n\n".encode()
+            changed.clear()
+            for count, piece in board.news(since):
+                since = count
+                yield b"data: " + piece + b"\n\n"
+                await asyncio.sleep(0)  # others have their turn
             try:
                 await asyncio.wait_for(changed.wait(), PING_S)
             except TimeoutError:
                 yield b": still here\n\n"
-            changed.clear()
 
 
 def plotly_script() -> bytes:

@@ -17,11 +17,12 @@ from support.records import CONTRACT, NOW, progress, seen, told, told_round
 
 from opendiloco.claims import ToldEvaluation
 from opendiloco.config import ModelConfig
-from opendiloco.monitor.history import History
+from opendiloco.monitor.archive import Archive
+from opendiloco.monitor.board import Board
 from opendiloco.monitor.sights import Sights
 from opendiloco.monitor.snapshot import snapshot
 from opendiloco.monitor.troubles import Trouble
-from opendiloco.monitor.web import Board, serve
+from opendiloco.monitor.web import serve
 
 if TYPE_CHECKING:
     from support.waiting import WaitUntil
@@ -40,7 +41,7 @@ class Page:
 
     def __init__(self, browser: Any) -> None:
         self.browser, self._sights = browser, Sights()
-        self.board, self._stop = Board(History()), threading.Event()
+        self.board, self._stop = Board(Archive()), threading.Event()
         self._up = threading.Event()
         self._thread = threading.Thread(
             target=lambda: serve("0", self.board, self._watch, stop=self._stop), name="page of the test"
@@ -63,10 +64,17 @@ class Page:
 
     def show(self, *, rounds: int, silent: bool = False) -> None:
         """What a monitor has seen after so many rounds."""
-        self.now += 10
+        self.now += 20
+        contract = CONTRACT.model_copy(update={"model": ModelConfig.model_construct(name=HOSTILE)})
         workers = {
             peer: seen(
-                progress(round=rounds, hashed_round=rounds, issued=self.now - 1, expected_finish=self.now + 5),
+                progress(
+                    contract=contract.digest,
+                    round=rounds,
+                    hashed_round=rounds,
+                    issued=self.now - 1,
+                    expected_finish=self.now + 5,
+                ),
                 told(
                     *(told_round(at, loss=3 - at / 10, share=1 / 3, sent_bytes=10**6) for at in range(1, rounds + 1)),
                     bandwidth=2e6,
@@ -74,12 +82,11 @@ class Page:
                         ToldEvaluation(round=at, loss=3.2 - at / 10, tokens=64) for at in range(1, rounds + 1)
                     ],
                 ),
-                until=self.now - 1 if silent and peer == PEERS[2] else self.now + 11,
+                until=self.now + 11,
             )
-            for peer in PEERS
+            for peer in (PEERS[:2] if silent else PEERS)
         }
-        self._sights.look(workers, self.now)
-        contract = CONTRACT.model_copy(update={"model": ModelConfig.model_construct(name=HOSTILE)})
+        self._sights.look(workers, self.now, [contract])
         shown = snapshot([contract], self._sights.workers, self.now)
         kept = tuple(one for one in shown.warnings if one.kind == "silent")
         self.board.take(self._sights.workers, replace(shown, warnings=(*kept, Trouble("nobody", HOSTILE))))
@@ -148,10 +155,10 @@ def test_the_page_shows_the_run_and_follows_it(page: Page, wait_until: WaitUntil
     wait_until(lambda: page.js("document.getElementById('loss').data[0].x") == [1, 2, 3, 4], "so have the charts")
     assert "it has not been heard of" in page.text("#warnings")
     assert "silent" in page.text("#workers")
-    assert page.js("document.getElementById('map').data.length") == 3
+    assert page.js("document.getElementById('map').data.length") == 2
     assert [page.js(f"document.getElementById('{table}').rows.length") for table in ("loss-table", "map-table")] == [
         5,
-        4,
+        3,
     ]
 
 

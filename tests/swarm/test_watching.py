@@ -70,6 +70,8 @@ def test_a_snapshot_says_what_the_workers_do(workers: list[Command], commands: C
     assert shown["validation"]["loss"] > 0
     assert [one for one in shown["warnings"] if one["kind"] in ("split", "replicas", "contracts")] == []
     assert committed(workers[0])[-1]["participants"] == before["participants"]
+    states = {event["peer"] for event in history_of(monitor) if event["kind"] == "state"}
+    assert states == set(before["participants"])
 
 
 def test_the_page_follows_the_run_and_what_it_saw_survives_its_restart(
@@ -100,6 +102,7 @@ def test_the_page_follows_the_run_and_what_it_saw_survives_its_restart(
     assert second["count"] >= first["count"]
 
     assert fetch(url, Host="elsewhere.example")[0] == 400
+    assert fetch(f"{url}api/stream", **{"Sec-Fetch-Site": "cross-site"})[0] == 403
     assert [fetch(url + path)[0] for path in ("api/news?since=-1", "api/news?since=x", "../pyproject.toml")] == [
         400,
         400,
@@ -111,12 +114,18 @@ def test_the_page_follows_the_run_and_what_it_saw_survives_its_restart(
     monitor.popen.send_signal(signal.SIGTERM)
     assert monitor.wait() == 0, monitor.errors
     assert "Traceback" not in monitor.errors
-    seen = (monitor.folder / "history.jsonl").read_text().splitlines()
+    seen = history_of(monitor)
     again = commands.start(*start, "--out", str(monitor.folder), is_told=False)
     url = page_of(again, wait_until)
     wait_until(lambda: news()["snapshot"] is not None, "it has looked")
-    assert [json.loads(line) for line in seen] == news()["events"][: len(seen)]
+    assert seen == news()["events"][: len(seen)]
     assert workers[0].popen.poll() is None
+
+
+def history_of(monitor: Command) -> list[dict[str, Any]]:
+    """What its folder has of the run."""
+    (file,) = monitor.folder.glob("history-test-*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def next_data(stream: Any) -> dict[str, Any]:
@@ -143,7 +152,7 @@ def test_a_monitor_that_waits_for_a_run_ends_when_asked(
     monitor = commands.start("monitor", "--json", "--peers", *network.peer().open().addresses)
     wait_until(lambda: "joined a swarm" in monitor.errors, "it looks for a run")
     monitor.popen.send_signal(signal.SIGTERM)
-    assert monitor.wait(10) == 0, monitor.errors
+    assert monitor.wait(10) == 130, monitor.errors
     assert (monitor.folder / "stdout.txt").read_text() == ""
 
 

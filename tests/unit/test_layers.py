@@ -17,8 +17,9 @@ membership tally agreement wire dialback uplink connect pace reducer allreduce l
 heartbeat teller health sight presence rendezvous groups participation channel onlooker network peer swarm
 bootstrap report schedule loop standing diloco callback display evaluator phaselog worker
 folder trainer plan simulated simulate processes demo
-monitor.__init__ monitor.sights monitor.troubles monitor.snapshot monitor.history monitor.watch monitor.terminal
-monitor.web monitor.command needs doctor commands cli __main__ __init__
+monitor.__init__ monitor.sights monitor.troubles monitor.snapshot monitor.events monitor.history monitor.archive
+monitor.watch monitor.terminal monitor.board monitor.door monitor.web monitor.command
+needs doctor commands cli __main__ __init__
 """.split()  # noqa: SIM905 - reads as the layers it lists
 MAY_IMPORT_HIVEMIND = {"membership", "connect", "donor", "rendezvous", "groups", "onlooker", "dialback", "uplink"}
 NEEDS_NO_TORCH = {

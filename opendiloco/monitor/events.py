@@ -1,0 +1,70 @@
+"""What can happen in a run, as a monitor sees it: one JSON object, and one line of a file, for each event.
+
+Whatever is in it came from other peers' records that were checked, and is checked again when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, BinaryIO, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from opendiloco.claims import ToldEvaluation, ToldRound
+
+MAX_LINE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class StateEvent:
+    """A worker's state changed."""
+
+    kind: Literal["state"]
+    time: float
+    peer: str
+    state: Literal["training", "averaging", "following", "left", "silent", "unwatched"]
+    """unwatched: from here on nobody knows, until the next one."""
+
+
+@dataclass(frozen=True)
+class RoundEvent:
+    """A worker told of a round."""
+
+    kind: Literal["round"]
+    time: float
+    peer: str
+    told: ToldRound
+
+
+@dataclass(frozen=True)
+class EvaluationEvent:
+    """A worker told of an evaluation."""
+
+    kind: Literal["evaluation"]
+    time: float
+    peer: str
+    told: ToldEvaluation
+
+
+Event = StateEvent | RoundEvent | EvaluationEvent
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])
+
+
+def to_line(event: Event) -> str:
+    """As JSON without a line break."""
+    return _EVENT.dump_json(event).decode()
+
+
+def read_events(file: BinaryIO, rounds: int) -> Iterator[Event]:
+    """The events in the lines of a file; what is none, or of a later round than `rounds`, is passed over."""
+    is_start = True
+    while line := file.readline(MAX_LINE_BYTES):
+        is_whole = is_start and line.endswith(b"\n")
+        is_start = line.endswith(b"\n")
+        if is_whole:
+            with contextlib.suppress(ValidationError):
+                event = _EVENT.validate_json(line)
+                if isinstance(event, StateEvent) or event.told.round <= rounds:
+                    yield event
