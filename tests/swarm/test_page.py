@@ -162,6 +162,26 @@ def test_the_page_shows_the_run_and_follows_it(page: Page, wait_until: WaitUntil
     ]
 
 
+def test_a_warning_is_announced_once_however_its_seconds_go_on(page: Page, wait_until: WaitUntil) -> None:
+    def look(rounds: int, *, silent: bool) -> None:
+        page.show(rounds=rounds, silent=silent)
+        wait_until(lambda: f"{rounds} of 9" in page.text("#glance"), "it has the next look")
+
+    hears = "document.querySelectorAll('[aria-live], [role=status]')"
+    page.js(
+        f"(window.heard = [], {hears}.forEach((live) => new MutationObserver(() => heard.push(live.textContent))"
+        ".observe(live, { childList: true, subtree: true, characterData: true })))"
+    )
+    look(4, silent=True)
+    first = page.text("#warnings li")
+    look(5, silent=True)
+    assert "it has not been heard of" in first
+    assert page.text("#warnings li") != first
+    look(6, silent=False)
+    heard = [words for words in page.js("heard") if words]
+    assert heard == [first]
+
+
 def test_text_of_others_is_shown_as_text_and_nothing_comes_from_other_hosts(page: Page, wait_until: WaitUntil) -> None:
     wait_until(lambda: page.js("document.querySelectorAll('.chart .main-svg').length > 9"), "all charts are drawn")
     assert HOSTILE in page.text("#about")

@@ -10,6 +10,7 @@ const STATES = {
   training: "#009e73", averaging: "#0072b2", following: "#e69f00", left: "#999999", silent: "#d55e00",
 };
 const MOST_LINES = 12;
+const MOST_STATES = 2000; // of a peer
 
 const shortId = (peer) => peer.slice(-10);
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
@@ -20,6 +21,7 @@ class Run {
     this.rounds = new Map();
     this.evaluations = new Map();
     this.states = new Map();
+    this.last = Infinity; // round that is shown: there can be no later one, whatever somebody tells
   }
 
   add(event) {
@@ -32,11 +34,15 @@ class Run {
       if (!known || event.told.tokens >= known.tokens) this.evaluations.set(event.told.round, event.told);
     } else if (event.kind === "state") {
       if (!this.states.has(event.peer)) this.states.set(event.peer, []);
-      this.states.get(event.peer).push(event);
+      const states = this.states.get(event.peer);
+      states.push(event);
+      if (states.length > MOST_STATES) states.shift();
     }
   }
 
-  numbers() { return [...this.rounds.keys()].sort((a, b) => a - b); }
+  numbers() { return this.upToLast(this.rounds); }
+
+  upToLast(byRound) { return [...byRound.keys()].filter((round) => round <= this.last).sort((a, b) => a - b); }
 
   // Of each round [number, workers' records of those who took part].
   told() {
@@ -63,7 +69,7 @@ function lossTraces(run, measure) {
   const traces = peers.map((peer, index) => ({
     ...byPeer.get(peer), name: shortId(peer), mode: "lines", line: { width: 1, color: COLOURS[index % COLOURS.length] },
   }));
-  const evaluated = [...run.evaluations.keys()].sort((a, b) => a - b);
+  const evaluated = run.upToLast(run.evaluations);
   traces.push({
     x: evaluated, y: evaluated.map((round) => shown(run.evaluations.get(round).loss)), name: "validation",
     mode: "lines+markers", line: { width: 3, color: "#d55e00" },

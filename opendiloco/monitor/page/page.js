@@ -7,6 +7,7 @@ let count = 0;
 let life = null;
 let latest = null;
 let drawn = 0;
+let warned = null; // kinds and peers of the warnings shown
 
 const byId = (id) => document.getElementById(id);
 
@@ -55,11 +56,21 @@ function showWarnings(warnings) {
       `${warning.peers.length > 4 ? " ..." : ""})` : "";
     return `${warning.kind}: ${warning.message}${who}`;
   });
-  const list = byId("warnings");
-  const before = [...list.children].map((item) => item.textContent);
   const after = lines.length ? lines : ["none: the swarm is well"];
-  if (before.join("\n") === after.join("\n")) return; // a screen reader need not say it again
-  list.replaceChildren(...after.map((line) => element("li", line, lines.length ? "" : "none")));
+  const list = byId("warnings");
+  if ([...list.children].map((item) => item.textContent).join("\n") !== after.join("\n")) {
+    list.replaceChildren(...after.map((line) => element("li", line, lines.length ? "" : "none")));
+  }
+  announce(new Map(warnings.map((warning, index) => [`${warning.kind} ${warning.peers.join(" ")}`, lines[index]])));
+}
+
+// To a screen reader: warnings that were not there, once, however their seconds go on.
+function announce(warnings) {
+  const before = warned ?? new Map();
+  const fresh = [...warnings].filter(([key]) => !before.has(key)).map(([, line]) => line);
+  if (fresh.length) byId("announcement").textContent = fresh.join("; ");
+  else if (before.size && !warnings.size) byId("announcement").textContent = "No warnings any more";
+  warned = warnings;
 }
 
 function showWorkers(peers) {
@@ -152,6 +163,7 @@ function take(news) {
   news.events.forEach((event) => run.add(event));
   if (!news.snapshot) return;
   latest = news.snapshot;
+  run.last = latest.workers ? latest.round + 1 : Infinity;
   showSnapshot(latest);
   if (news.events.length || Date.now() - drawn > 10000) {
     drawn = Date.now();
