@@ -115,8 +115,7 @@ def make_app(board: Board, *, local_name: str | None) -> Any:
         return Response(plotly_script(), media_type="text/javascript", headers=headers)
 
     def news(request: Request) -> Response:
-        since = _since(request)
-        if since is None:
+        if (since := _since(request)) is None:
             return Response(status_code=400)
         _, piece = next(board.news(since))
         return Response(piece, media_type="application/json", headers=HEADERS)
