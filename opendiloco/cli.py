@@ -11,11 +11,18 @@ import typer
 
 from opendiloco.commands import State, app
 from opendiloco.errors import OpendilocoError, SettingsError
+from opendiloco.launcher import tell_keeper
 from opendiloco.options import spread_peers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code (0, 64, 75 or 1); an error is one line on stderr."""
+    code = _run(argv)
+    tell_keeper(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     state = State()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = typer.main.get_command(app)

@@ -1,10 +1,14 @@
 """torchrun, where it started this process: a process whose torchrun is gone, even by kill -9, leaves.
 
 The kernel's own means (PR_SET_PDEATHSIG) tells of the end of the thread that started a process, not of torchrun's.
+
+torchrun ends with 1 after any failure, and when it was asked to end. So each process also writes its exit code down,
+where whoever keeps the worker running asks for it (peers/local/keep.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -18,9 +22,21 @@ from opendiloco.errors import SwarmError
 
 END_LIMIT_S = 10.0
 """What the first process gets to leave in order; the others then end by themselves."""
+EXIT_FILE = "OPENDILOCO_EXIT_FILE"
+"""Environment variable: a file to which each process adds `RANK WORD`; the last line of a process counts."""
+BEGAN = "began"
+"""What the first process says before it has anything to leave; killed later, it comes to say nothing else."""
 _CONNECT_S = 5.0
 
 logger = logging.getLogger(__name__)
+
+
+def tell_keeper(word: int | str, environment: Mapping[str, str] = os.environ) -> None:
+    """Write down how this process ends, or that it began; nothing to do where nobody asks for it."""
+    if not (path := environment.get(EXIT_FILE)):
+        return
+    with contextlib.suppress(OSError), open(path, "a") as file:  # one write: lines of several processes stay whole
+        file.write(f"{environment.get('RANK', '0')} {word}\n")
 
 
 def leave_with_launcher(

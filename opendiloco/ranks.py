@@ -29,6 +29,7 @@ from opendiloco.checkpoint import copy_to_host
 from opendiloco.compute import is_lost_process
 from opendiloco.config import ComputeConfig, Contract
 from opendiloco.errors import SettingsError, SwarmError
+from opendiloco.launcher import BEGAN, tell_keeper
 from opendiloco.leave import Leave, wait_for
 
 JOIN_LIMIT = timedelta(minutes=5)
@@ -239,6 +240,8 @@ class Ranks:
             logger.warning("killed process %s of this worker, which did not answer", ", ".join(silent))
 
     def __enter__(self) -> Self:
+        if self.is_first:
+            tell_keeper(BEGAN)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -3,6 +3,10 @@
 
 It is started again when it could not reach or stay in the swarm (75), and after any other failure. It is not when it
 has finished or left on request (0), and not when its settings are wrong (64): the same ones would fail again.
+
+Of a worker of several processes torchrun knows one failure only, 1, and says so too when it was asked to end: what
+counts then is what the processes themselves have written into the file that OPENDILOCO_EXIT_FILE names (see
+opendiloco/launcher.py).
 """
 
 from __future__ import annotations
@@ -11,30 +15,39 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
-DONE, WRONG_SETTINGS = 0, 64
+DONE, UNKNOWN, WRONG_SETTINGS = 0, 1, 64
 PAUSE_S = float(os.environ.get("KEEP_PAUSE_S", "5"))
 """Before the first new start; it doubles each time, up to MOST_S, and begins anew after a run of MOST_S."""
 MOST_S = float(os.environ.get("KEEP_MOST_S", "300"))
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+EXIT_FILE = "OPENDILOCO_EXIT_FILE"
+FIRST = "0"
+"""The process that is the worker; others of torchrun's help it to compute."""
 
 
 class Keeper:
     """Hands signals on to the peer that runs: each once, for a second one would end it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, exit_file: Path) -> None:
         self.leaving = threading.Event()
+        self._exit_file = exit_file
         self._child: subprocess.Popen[bytes] | None = None
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, self._leave)
 
     def run(self, command: list[str]) -> int:
-        """Run the peer once; returns its exit code, as a shell has it."""
+        """Run the peer once; returns the exit code that it means."""
+        self._exit_file.write_text("")
+        environment = {**os.environ, EXIT_FILE: str(self._exit_file)}
         # in a group of its own: Ctrl-C in a terminal comes from here
-        with subprocess.Popen(command, process_group=0) as child:
+        with subprocess.Popen(command, process_group=0, env=environment) as child:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             self._child = child
             if self.leaving.is_set():  # asked before there was anybody to hand it on to
@@ -42,7 +55,8 @@ class Keeper:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             code = child.wait()
             self._child = None
-        return code if code >= 0 else 128 - code
+        told = dict(line.split() for line in self._exit_file.read_text().splitlines())
+        return meaning(code if code >= 0 else 128 - code, told, asked=self.leaving.is_set())
 
     def _leave(self, number: int, frame: object) -> None:
         if self._child is not None:
@@ -50,12 +64,38 @@ class Keeper:
         self.leaving.set()
 
 
+def meaning(code: int, told: Mapping[str, str], *, asked: bool) -> int:
+    """The exit code that a peer means whose command ended with `code`, as a shell has it.
+
+    Args:
+        told: process -> its own exit code, or "began" where it did not come to tell; empty unless it was a worker.
+        asked: whether the peer was asked to leave.
+    """
+    if str(WRONG_SETTINGS) in told.values():  # of any process: one may lack the GPU that the others have
+        return WRONG_SETTINGS
+    if asked:
+        if code in [128 + number for number in SIGNALS]:  # it had no handler yet, or was asked a second time
+            return DONE
+        if code == UNKNOWN and FIRST not in told:  # torchrun's, before there was anything to leave
+            return DONE
+    own = told.get(FIRST, "")
+    if code != DONE and own.isdecimal() and (asked or own != str(DONE)):  # torchrun asks it to leave when another fails
+        return int(own)
+    return code
+
+
 def main(command: list[str]) -> int:
-    """Run `command` again and again until that is of no use; returns its last exit code."""
+    """Run `command` again and again until that is of no use; returns the exit code that the peer meant last."""
     if not command:
         print("usage: keep.py COMMAND [ARGUMENTS]", file=sys.stderr)
         return WRONG_SETTINGS
-    keeper, pause_s = Keeper(), PAUSE_S
+    with tempfile.TemporaryDirectory(prefix="keep-") as folder:
+        return keep(command, Keeper(Path(folder) / "exit"))
+
+
+def keep(command: list[str], keeper: Keeper) -> int:
+    """The same with a keeper."""
+    pause_s = PAUSE_S
     while True:
         began = time.monotonic()
         code = keeper.run(command)
