@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -87,6 +88,24 @@ def test_failed_installation_is_tried_again(checkout: Checkout) -> None:
     code, _, calls = checkout.launch("version")
     assert code == 0
     assert any(call.startswith("-m pip install") for call in calls)
+
+
+def set_ups() -> list[tuple[str, str]]:
+    """(recipe, arguments) of each launch.sh that a recipe calls."""
+    files = [path for path in sorted((ROOT / "peers").rglob("*")) if path.is_file()]
+    called = re.compile(r"launch\.sh((?: +[\w-]+)*)")
+    return [(path.parent.name, found[1].strip()) for path in files for found in called.finditer(path.read_text())]
+
+
+@pytest.mark.parametrize(("recipe", "arguments"), set_ups())
+def test_what_a_recipe_calls_launch_for_sets_up(checkout: Checkout, recipe: str, arguments: str) -> None:
+    code, _, calls = checkout.launch(*arguments.split())
+    assert code == 0
+    assert any(call.startswith("-m pip install") for call in calls), f"{recipe}: ./launch.sh {arguments}"
+
+
+def test_recipes_that_start_what_is_in_the_environment_make_it() -> None:
+    assert {recipe for recipe, _ in set_ups()} == {"local", "systemd", "slurm", "skypilot"}
 
 
 def test_each_form_starts_what_the_table_says(checkout: Checkout) -> None:
