@@ -40,6 +40,10 @@ class ToldPart(Claim):
     tokens: Annotated[int, Field(ge=1, le=2**40)]
 
 
+FOLLOW = ("following", "late")
+"""States of workers that bring no values to their round."""
+
+
 class Progress(Claim):
     """What a worker says about itself. Times are DHT times (Unix seconds)."""
 
@@ -57,8 +61,9 @@ class Progress(Claim):
     """The round that `params_hash` belongs to: hashing lags behind committing."""
     committed_tokens: Annotated[int, Field(ge=0, le=2**60)]
     """Tokens trained on by all participants in the rounds of the lineage."""
-    state: Literal["training", "averaging", "following", "left"]
-    """following: came in the middle of an inner phase, and takes part from the next round on."""
+    state: Literal["training", "averaging", "following", "late", "left"]
+    """following: came in the middle of an inner phase, and takes part from the next round on. late: the same, after it
+    has missed rounds in a row because it takes long to fetch one; `expected_finish` is when it expects to be there."""
     steps: Annotated[int, Field(ge=0, le=2**40)]
     """Inner steps done in this round."""
     tokens_per_s: Annotated[float, Field(ge=0, le=1e12)]

@@ -178,7 +178,7 @@ async def ask(stream: Stream, addresses: Iterable[Multiaddr]) -> bool | None:
 async def _places(address: Multiaddr) -> list[Place]:
     """What an address comes to, whose host may be a name."""
     for protocol in NAME_PROTOCOLS:
-        with contextlib.suppress(KeyError, ValueError, OSError, TimeoutError):
+        with contextlib.suppress(LookupError, ValueError, OSError, TimeoutError):
             name, port = str(address[protocol]), int(address["tcp"])
             async with asyncio.timeout(DIAL_S):
                 found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -189,7 +189,7 @@ async def _places(address: Multiaddr) -> list[Place]:
 
 def _place_of(address: Multiaddr) -> Place | None:
     ip = _ip_of(address)
-    with contextlib.suppress(KeyError, ValueError):
+    with contextlib.suppress(LookupError, ValueError):
         return Place(host=ip, port=int(address["tcp"])) if ip is not None else None
     return None
 
@@ -199,7 +199,7 @@ def _ip_of(address: Multiaddr) -> Ip | None:
     if "/p2p-circuit" in str(address):
         return None
     for protocol in ("ip4", "ip6"):
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(LookupError, ValueError):
             return _plain(ipaddress.ip_address(str(address[protocol])))
     return None
 

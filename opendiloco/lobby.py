@@ -88,6 +88,10 @@ class Outlook:
     """Length of a usual inner phase."""
     is_behind: bool = False
     """Whether the swarm is on a heavier lineage than this peer: then no group may start here."""
+    late: Mapping[str, float] = field(default_factory=dict)
+    """See `rounds.Gathering`; this process's clock."""
+    exchange_s: float = 0.0
+    """Length of the last all-reduce."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,8 @@ class Lobby:
             expected=live,
             inner_s=outlook.inner_s,
             gone=gone,
+            late={peer: at for peer, at in outlook.late.items() if peer not in self._arrivals},
+            exchange_s=outlook.exchange_s,
         )
 
     def _may_reduce(self, peer: str) -> bool:

@@ -68,6 +68,8 @@ class PeerProcess(Onlooker):
     ) -> None:
         super().__init__(config, identity, runtime_dir)
         self._folder, self._memory, self._entered = folder, memory, False
+        self._behind_s = 0.0
+        """What catching up took, since this worker has last taken part in a round."""
 
     async def close(self) -> None:
         """Stop everything this process runs."""
@@ -140,11 +142,14 @@ class PeerProcess(Onlooker):
         """
         before = self._presence.position
         self._donor.hold()
+        if self._behind_s:  # again: it will not be there in time, nor the next time
+            self._presence.be_late(self._behind_s)
         recovery = await self._recoverer.catch_up(before, self._participation.committed_by)
         self._donor.settle(recovery.position)
         self._leases.settle(recovery.position.ledger)
         if recovery.position.lineage != before.lineage:
             self._presence.move_to(recovery.position, following=True)  # nobody waits before its trainer is ready
+            self._behind_s = recovery.seconds
         inner_step, phase_s = self._presence.phase()
         return replace(recovery, inner_step=inner_step, phase_s=phase_s)
 
@@ -177,7 +182,7 @@ class PeerProcess(Onlooker):
             present = len(presence.outlook().candidates.keys() | {presence.peer})
             if not reached and (present >= presence.contract.rounds.start_peers or presence.position.round > 0):
                 presence.has_started = True
-                presence.begin_phase()
+                presence.move_to(presence.position)
                 return present
             await asyncio.sleep(REFRESH_S)
 
@@ -195,7 +200,11 @@ class PeerProcess(Onlooker):
 
     async def average(self, request: RoundRequest) -> RoundOutcome:
         """One attempt at the round; see `Participation.average`."""
-        return await self._participation.average(request)
+        outcome = await self._participation.average(request)
+        if outcome.verdict == "commit":
+            self._behind_s = 0.0
+            self._presence.took_part(outcome.allreduce_s)
+        return outcome
 
     async def withdraw(self) -> None:
         """Give a running `average` up, unless its all-reduce has begun."""

@@ -21,7 +21,7 @@ from opendiloco.membership import Membership
 from opendiloco.phase import PhaseReport, Watch
 from opendiloco.recovery import Goal
 from opendiloco.rounds import Position, group_key
-from opendiloco.sight import candidate_of, heaviest, missing_line, phase_of_others
+from opendiloco.sight import heaviest, in_sight, missing_line, phase_of_others, start_line
 
 CONTRACT_BEATS = 5  # between two looks whether enough copies of the contract are there
 REFRESH_S = 0.25  # shortest time between two looks at the DHT, of a small swarm
@@ -49,8 +49,9 @@ class Presence:
         """Who got the last committed round: they are about to announce it, whatever their records still say."""
         self.has_started = False
         """Whether the run's first round may start, or has long started."""
-        self.inner_s = 0.0
-        """Length of the last inner phase."""
+        self.inner_s = self.exchange_s = 0.0
+        """Length of the last inner phase, and of the last all-reduce."""
+        self._is_late = False
         self._refusal: SettingsError | None = None
         self._membership, self._config, self._reconnect = membership, config, reconnect
         self._peer = membership.identity.peer_id
@@ -98,10 +99,6 @@ class Presence:
 
     # --- what this worker does ---------------------------------------------------------------------------
 
-    def begin_phase(self) -> None:
-        """An inner phase begins now."""
-        self._phase_started = time.time()
-
     def report(self, report: PhaseReport) -> None:
         """Progress of the inner phase; told to others with the next heartbeat."""
         self.watch.report(report.steps)
@@ -119,10 +116,24 @@ class Presence:
             self._heart.start(self._announce())
 
     def follow(self) -> None:
-        """This worker brings nothing to its round: others shall not wait for it, nor count it."""
-        if self._own.state != "following":
-            self._update(state="following")
+        """This worker brings nothing to its round: others shall not count it, nor wait for it unless it is late."""
+        if self._own.state != self._follower:
+            self._update(state=self._follower)
             self._heart.start(self._announce())
+
+    def be_late(self, for_s: float) -> None:
+        """It fetches a round once more, which takes so long: others may wait for it until it has taken part."""
+        self._is_late = True
+        self._update(state="late", expected_finish=time.time() + for_s)
+        self._heart.start(self._announce())
+
+    def took_part(self, exchange_s: float) -> None:
+        """It was in an all-reduce of this length that came to a commit."""
+        self._is_late, self.exchange_s = False, exchange_s
+
+    @property
+    def _follower(self) -> str:
+        return "late" if self._is_late else "following"
 
     def move_to(self, position: Position, *, following: bool = False, steps: int = 0) -> None:
         """This worker stands at `position` now; an empty hash follows later.
@@ -131,16 +142,17 @@ class Presence:
             following: it came in the middle of the inner phase, and others shall not wait for it in this round.
             steps: where in the phase it is.
         """
-        self.begin_phase()
+        self._phase_started = time.time()
         self.watch.begin(steps)
+        phase_s = self.inner_s or self._config.expiry_s
         self._ledger, self._has_stopped = position.ledger, False
         self._update(
             round=position.round,
             lineage=position.lineage,
             committed_tokens=position.tokens,
-            state="following" if following else "training",
+            state=self._follower if following else "training",
             steps=steps,
-            expected_finish=time.time() + (self.inner_s or self._config.expiry_s),
+            expected_finish=self._own.expected_finish if following and self._is_late else time.time() + phase_s,
         )
         if position.params_hash:
             self.set_params_hash(position.round, position.params_hash)
@@ -219,18 +231,10 @@ class Presence:
 
     def outlook(self) -> Outlook:
         """Live peers that bring values to this worker's round: at its round and lineage, or about to get there."""
-        own, offset = self._own, time.monotonic() - time.time()
-        key = group_key(
-            run=self.contract.run.id, contract=own.contract, layout=own.layout, lineage=own.lineage, round=own.round
-        )
-        candidates = {} if own.state == "following" else {self._peer: candidate_of(own, offset)}
-        for peer, record in self._membership.view.items():
-            if not self._is_like_own(record):
-                continue
-            same = (record.round, record.lineage) == (own.round, own.lineage) and record.state != "following"
-            if same or (record.round < own.round and peer in self.participants):
-                candidates[peer] = candidate_of(record, offset)
-        return Outlook(key, candidates, self.inner_s, self.ahead() is not None)
+        own, run, offset = self._own, self.contract.run.id, time.monotonic() - time.time()
+        key = group_key(run=run, contract=own.contract, layout=own.layout, lineage=own.lineage, round=own.round)
+        candidates, late = in_sight({**self._alike(), self._peer: own}, own, self.participants, offset)
+        return Outlook(key, candidates, self.inner_s, self.ahead() is not None, late, self.exchange_s)
 
     @property
     def peer(self) -> str:
@@ -250,28 +254,24 @@ class Presence:
 
     def claims(self) -> dict[str, list[int]]:
         """Shards that are leased to each of the other live workers."""
-        return {peer: record.shards for peer, record in self._membership.view.items() if self._is_like_own(record)}
+        return {peer: record.shards for peer, record in self._alike().items()}
 
     def goal(self, position: Position) -> Goal | None:
         """The heaviest lineage in sight, if it is heavier than that of `position`."""
-        records = {peer: record for peer, record in self._membership.view.items() if self._is_like_own(record)}
-        return heaviest(records, position)
+        return heaviest(self._alike(), position)
 
     def behind(self) -> list[str]:
         """Live peers that got this worker's last round and have not announced it yet."""
-        records = ((peer, self._membership.view.get(peer)) for peer in sorted(self.participants))
-        return [peer for peer, record in records if record is not None and record.round < self._own.round]
+        view, own = self._membership.view, self._own
+        return [peer for peer in sorted(self.participants) if peer in view and view[peer].round < own.round]
 
     def ahead(self) -> str | None:
         """Why this worker cannot take part in the swarm's current round, if so."""
         goal = self.goal(self.position)
         if goal is None:
             return None
-        there, here = goal.position, self.position
-        return (
-            f"the swarm is at round {there.round} ({there.lineage[:6]}), "
-            f"this worker at {here.round} ({here.lineage[:6]})"
-        )
+        there, here = (f"{at.round} ({at.lineage[:6]})" for at in (goal.position, self.position))
+        return f"the swarm is at round {there}, this worker at {here}"
 
     def lost_round(self) -> int:
         """The round that the run had reached when this worker, which would begin it anew, saw it first; else 0."""
@@ -288,19 +288,19 @@ class Presence:
         """Where in the inner phase of this worker's round the others are; see `phase_of_others`."""
         return phase_of_others(self._membership.view, self._own, self.contract, now=time.time())
 
+    def _alike(self) -> dict[str, Progress]:
+        return {peer: record for peer, record in self._membership.view.items() if self._is_like_own(record)}
+
     def _is_like_own(self, record: Progress) -> bool:
         return record.contract == self._own.contract and record.layout == self._own.layout
 
     def awaited(self) -> str:
         """Whom this worker's round waits for, in words."""
-        present, wanted = len(self.outlook().candidates), self.contract.rounds.start_peers
-        if not self.has_started and (ahead := self.ahead()):
-            return ahead
-        if not self.has_started and (reached := self.lost_round()):
-            return f"none of the workers that had reached round {reached} is there any more"
-        if not self.has_started and present < wanted:
-            return f"{present} of {wanted} workers are there (rounds.start_peers), still to come: {wanted - present}"
         candidates, view = self.outlook().candidates, self._membership.view
+        if not self.has_started:
+            wanted = self.contract.rounds.start_peers
+            if line := start_line(self.ahead(), self.lost_round(), len(candidates), wanted):
+                return line
         return missing_line(candidates, view, self._own.lineage, now=time.time())
 
     @property

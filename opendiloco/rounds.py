@@ -29,6 +29,8 @@ MIN_GRACE_S = 5.0
 GRACE_SHARE = 0.5  # of an inner phase
 SPREAD_FACTOR = 3.0
 MAX_WAIT_FACTOR = 2.0  # times an inner phase
+LATE_MARGIN_S = 1.0  # from having fetched a round to standing in the next one
+LATE_FACTOR = 2.0  # times an all-reduce: a round that is fetched beside one takes as long
 MIN_LIMIT_S = 30.0  # for an all-reduce, whatever its size
 MIN_BYTES_PER_S = 125_000  # 1 Mbit/s: a group that is slower than this gives up
 
@@ -177,6 +179,10 @@ class Gathering:
     """Length of a usual inner phase, seconds; bounds the wait for stragglers."""
     gone: frozenset[str] = frozenset()
     """Peers that dropped out of this round before somebody's eyes: not waited for, but counted for the quorum."""
+    late: Mapping[str, float] = field(default_factory=dict)
+    """Live peers that fetch the round before, to follow this one: when they expect to have it."""
+    exchange_s: float = 0.0
+    """Length of a usual all-reduce, seconds; bounds the wait for those who are late."""
 
 
 def start_time(gathering: Gathering, *, quorum: float, grace: float | Literal["adaptive"]) -> float | None:
@@ -184,8 +190,18 @@ def start_time(gathering: Gathering, *, quorum: float, grace: float | Literal["a
 
     At once when nobody is missing. Otherwise after the grace, which is either a fixed number of seconds after the
     first arrival, or follows the arrivals: their median plus a multiple of their spread, so that one straggler does
-    not decide how long all others wait.
+    not decide how long all others wait. Who is late is waited for if it can be there within the time of two exchanges:
+    without that, a worker that needs longer to fetch a round than others to do a phase would stay a round behind.
     """
+    start = _start_of_voters(gathering, quorum=quorum, grace=grace)
+    if start is None:
+        return None
+    bound = max(gathering.arrived.values()) + max(MIN_GRACE_S, LATE_FACTOR * gathering.exchange_s)
+    due = [at + LATE_MARGIN_S for peer, at in gathering.late.items() if peer not in gathering.gone]
+    return max([start, *(at for at in due if at <= bound)])
+
+
+def _start_of_voters(gathering: Gathering, *, quorum: float, grace: float | Literal["adaptive"]) -> float | None:
     arrived, expected = gathering.arrived, gathering.expected
     live = arrived.keys() | expected.keys()
     if not arrived or len(arrived) < quorum_size(len(live), quorum):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from opendiloco.agreement import state_hashes, usual_hash
-from opendiloco.claims import Progress
+from opendiloco.claims import FOLLOW, Progress
 from opendiloco.config import Contract
 from opendiloco.lobby import Candidate
 from opendiloco.recovery import Goal
@@ -29,9 +29,24 @@ def heaviest(records: Mapping[str, Progress], than: Position) -> Goal | None:
     return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
 
 
-def candidate_of(record: Progress, offset: float) -> Candidate:
-    """A worker as a round's leader sees it. Args: `offset` from the DHT's time to the leader's clock, seconds."""
-    return Candidate(record.expected_finish + offset, can_lead=not record.client_mode)
+def in_sight(
+    records: Mapping[str, Progress], own: Progress, participants: Collection[str], offset: float
+) -> tuple[dict[str, Candidate], dict[str, float]]:
+    """Who brings values to a worker's round, and who comes late to follow it, and when.
+
+    Args:
+        records: of all that train the same, this worker included.
+        participants: who got the last round, whatever their records still say.
+        offset: from the DHT's time to this process's clock, seconds.
+    """
+    candidates, late = dict[str, Candidate](), dict[str, float]()
+    for peer, record in records.items():
+        finish, is_there = record.expected_finish + offset, (record.round, record.lineage) == (own.round, own.lineage)
+        if record.state == "late" and record is not own and record.round <= own.round:
+            late[peer] = finish
+        elif (is_there and record.state not in FOLLOW) or (record.round < own.round and peer in participants):
+            candidates[peer] = Candidate(finish, can_lead=not record.client_mode)
+    return candidates, late
 
 
 def phase_of_others(
@@ -45,6 +60,17 @@ def phase_of_others(
     done = [steps if record.state == "averaging" else record.steps for record in at_work]
     left = [record.expected_finish - now for record in at_work if record.state == "averaging" or record.steps > 0]
     return joining_step(done, steps), joining_s(left, contract.rounds.deadline)
+
+
+def start_line(ahead: str | None, reached: int, present: int, wanted: int) -> str:
+    """What the first round waits for, in words; empty where it may start. Args: see `Presence.ahead`, `lost_round`."""
+    if ahead:
+        return ahead
+    if reached:
+        return f"none of the workers that had reached round {reached} is there any more"
+    if present < wanted:
+        return f"{present} of {wanted} workers are there (rounds.start_peers), still to come: {wanted - present}"
+    return ""
 
 
 def missing_line(

@@ -24,7 +24,7 @@ class StateEvent:
     kind: Literal["state"]
     time: float
     peer: str
-    state: Literal["training", "averaging", "following", "left", "silent", "unwatched"]
+    state: Literal["training", "averaging", "following", "late", "left", "silent", "unwatched"]
     """unwatched: from here on nobody knows, until the next one."""
 
 

@@ -19,6 +19,7 @@ COLOURS = {
     "training": "green",
     "averaging": "cyan",
     "following": "yellow",
+    "late": "yellow",
     "left": "bright_black",
     "silent": "red",
 }

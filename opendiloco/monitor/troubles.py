@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from opendiloco.claims import Progress
+from opendiloco.claims import FOLLOW, Progress
 from opendiloco.config import Contract
 from opendiloco.monitor.sights import RECENT, Sight, followed, head_of, with_contract
 
@@ -126,7 +126,7 @@ def _stragglers(there: Mapping[str, Sight], now: float) -> Iterator[Trouble]:
     """Workers whose phase ends long after that of most who are at the same round."""
     at_work: dict[str, dict[str, Progress]] = defaultdict(dict)
     for peer, sight in there.items():
-        if sight.progress.state != "following":
+        if sight.progress.state not in FOLLOW:
             at_work[sight.progress.lineage][peer] = sight.progress
     phases = [sight.told.rounds[-1].inner_s for sight in there.values() if sight.told and sight.told.rounds]
     late_s = max(LATE_S, LATE_SHARE * statistics.median(phases)) if phases else LATE_S

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import statistics
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from opendiloco.allreduce import Attempt, Group
 from opendiloco.errors import SettingsError
-from opendiloco.rounds import Position, RoundOutcome, leader_order
+from opendiloco.rounds import Position, RoundOutcome, RoundRequest, leader_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,6 +161,54 @@ def test_nobody_waits_for_a_follower_that_does_not_come(network: Network, wait_u
     outcomes = results(arrive(workers[:2]))
     assert time.monotonic() - came < AT_ONCE_S
     assert all(set(outcome.weights) == ids(workers[:2]) for outcome in outcomes)
+
+
+def test_a_worker_that_needs_longer_for_a_round_than_others_for_a_phase_is_waited_for_and_is_back(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is a round behind for ever: when it has fetched one, the others are in the exchange of the next."""
+    phase_s, fetch_s, exchange_s = 0.2, 1.5, 2.0
+    *others, slow = workers = network.workers(3, grace=1.0)
+    results([worker.finish_round() for worker in workers])
+
+    def slow_down(thing: object, name: str, seconds: float) -> None:
+        work = getattr(thing, name)
+
+        async def work_slowly(*arguments: Any, **named: Any) -> Any:
+            await asyncio.sleep(seconds)
+            return await work(*arguments, **named)
+
+        monkeypatch.setattr(thing, name, work_slowly)
+
+    slow_down(slow.process._recoverer, "_replay_one", fetch_s)
+    for worker in workers:
+        slow_down(worker.process._participation._groups, "reduce", exchange_s)
+
+    async def follow() -> list[str]:
+        """What a trainer does that comes in at the end of the others' phases."""
+        verdicts = list[str]()
+        while verdicts[-1:] != ["commit"]:
+            verdicts.append((await slow.process.average(RoundRequest(0.0, 1))).verdict)
+            if verdicts[-1] == "resync":
+                await slow.process.catch_up()
+                await slow.process.begin_phase(True, 0)
+        return verdicts
+
+    async def train(worker: Peer) -> None:
+        await asyncio.sleep(phase_s)
+        await asyncio.wrap_future(worker.finish_round())
+
+    for future in [network.start(train(worker)) for worker in others]:  # without it
+        future.result(30)
+    following, rounds = network.start(follow()), 0
+    while not following.done():
+        for future in [network.start(train(worker)) for worker in others]:
+            future.result(30)
+        rounds += 1
+        assert rounds < 8, "it is a round behind for ever"
+    *before, last = following.result()
+    assert (set(before), last) == ({"resync"}, "commit")
+    assert 2 <= len(before) <= 3  # the others learn of it at the second one
 
 
 def test_follower_whom_all_others_have_left_need_not_follow(network: Network) -> None:

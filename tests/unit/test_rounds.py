@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from opendiloco.rounds import (
     GRACE_SHARE,
+    LATE_FACTOR,
+    LATE_MARGIN_S,
     MAX_WAIT_FACTOR,
     MIN_GRACE_S,
     PART_VALUES,
@@ -127,6 +129,22 @@ def test_a_peer_that_dropped_out_is_not_awaited_but_still_counts_for_the_quorum(
     assert start_time(two_of_four, quorum=0.5, grace="adaptive") is None
     three = replace(two_of_four, arrived={"a": 1.0, "b": 2.0, "c": 4.0}, gone=frozenset("d"))
     assert start_time(three, quorum=0.5, grace="adaptive") == 4.0
+
+
+def test_who_is_late_is_waited_for_as_far_as_an_exchange_is_worth_it_and_counts_for_no_quorum() -> None:
+    two = Gathering(9.0, {"a": 1.0, "b": 2.0}, {}, 1.0, exchange_s=10.0)
+    bound = 2.0 + LATE_FACTOR * 10.0
+    for late, start in [
+        ({}, 2.0),
+        ({"c": 8.0}, 8.0 + LATE_MARGIN_S),
+        ({"c": 0.0}, 2.0),  # it should have been here
+        ({"c": bound, "d": 5.0}, 5.0 + LATE_MARGIN_S),  # one comes too late in any case
+        ({"c": 4.0, "d": 5.0, "e": 6.0}, 6.0 + LATE_MARGIN_S),  # three are no majority of five that could stop two
+    ]:
+        assert start_time(replace(two, late=late), quorum=0.5, grace="adaptive") == start
+    assert start_time(replace(two, late={"c": 8.0}, gone=frozenset("c")), quorum=0.5, grace="adaptive") == 2.0
+    without_measure = replace(two, late={"c": 2.0 + MIN_GRACE_S - LATE_MARGIN_S}, exchange_s=0.0)
+    assert start_time(without_measure, quorum=0.5, grace=1.0) == 2.0 + MIN_GRACE_S
 
 
 def test_a_fixed_grace_counts_from_the_first_arrival() -> None:

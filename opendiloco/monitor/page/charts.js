@@ -7,7 +7,7 @@ const PARTS = [
   ["allreduce_s", "all-reduce"], ["outer_s", "outer step"],
 ];
 const STATES = {
-  training: "#009e73", averaging: "#0072b2", following: "#e69f00", left: "#999999", silent: "#d55e00",
+  training: "#009e73", averaging: "#0072b2", following: "#e69f00", late: "#e69f00", left: "#999999", silent: "#d55e00",
 };
 const MOST_LINES = 12;
 const MOST_STATES = 2000; // of a peer
