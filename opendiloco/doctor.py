@@ -24,7 +24,7 @@ from opendiloco.errors import OpendilocoError, SettingsError, one_line
 from opendiloco.leave import Leave
 from opendiloco.logs import setup_logging
 from opendiloco.machine import available_bytes, cores
-from opendiloco.needs import FP32_BYTES, Needs, needs_of
+from opendiloco.needs import Needs, needs_of, state_vectors
 from opendiloco.peer import Peer
 from opendiloco.settings import Settings
 
@@ -138,13 +138,15 @@ def joined(config: SwarmConfig, stack: contextlib.ExitStack, stop: threading.Eve
         OpendilocoError: neither that nor as a client.
     """
     try:
-        peer = stack.enter_context(Peer(config, None, leaving=stop.is_set))
-        peer.open()
+        with contextlib.ExitStack() as first:  # closed before another one begins, which needs the same port and key
+            peer = first.enter_context(Peer(config, None, leaving=stop.is_set))
+            peer.open()
+            stack.push(first.pop_all())
     except SettingsError as error:
         if "cannot reach this peer" not in str(error):
             raise
         yield Finding("bad", str(error))
-        client = config.model_copy(update={"client_mode": True})
+        client = config.model_copy(update={"client_mode": True, "announce_maddrs": ()})
         peer = stack.enter_context(Peer(client, None, leaving=stop.is_set))
         peer.open()
         yield Finding("note", "as a client (peers/profiles/nat.toml) this machine does get into the swarm")
@@ -241,7 +243,8 @@ def _enough(what: str, needed: int, there: int) -> Finding:
 def bandwidth(peer: Peer, contract: Contract, needs: Needs, seen: Mapping[str, Seen]) -> Iterator[Finding]:
     """Both ways, with the worker that gives and takes most, and what a round and a join take with it."""
     donors = [one for one, found in seen.items() if found.progress is not None and _can_give(found)][:PROBED]
-    down = max((rate for one in donors if (rate := peer.download(one, contract, needs.trained))), default=None)
+    vectors = state_vectors(contract)
+    down = max((rate for one in donors if (rate := peer.download(one, contract, needs.trained, vectors))), default=None)
     if down is None:
         yield Finding("note", "no worker can give anything now, so the bandwidth could not be measured")
         return
@@ -249,7 +252,7 @@ def bandwidth(peer: Peer, contract: Contract, needs: Needs, seen: Mapping[str, S
     if up is None:
         yield Finding("note", "no worker has said how much comes of what this machine sends: ask again in a minute")
     slowest = min(down, up or down)
-    state_s, exchange_s = 2 * FP32_BYTES * needs.trained / down, needs.exchange_bytes / slowest
+    state_s, exchange_s = needs.state_bytes / down, needs.exchange_bytes / slowest
     phases = [one.told.rounds[-1].inner_s for one in seen.values() if one.told and one.told.rounds]
     phase_s = statistics.median(phases or [0.0])
     takes = f" and takes {_mbit(up)}" if up else ""

@@ -25,5 +25,13 @@ def available_bytes() -> int:
     available = int(fields["MemAvailable"].split()[0]) * 1024
     with contextlib.suppress(OSError, ValueError):
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, limit - used)
+        available = min(available, limit - used + _cache_bytes())
     return max(0, available)
+
+
+def _cache_bytes() -> int:
+    """Of files, which the kernel counts as used and lets go of when somebody needs the memory."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        fields = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return int(fields["inactive_file"])
+    return 0

@@ -31,8 +31,15 @@ class Needs:
     device_bytes: int
     """On a GPU, if there is one."""
     disk_bytes: int
+    state_bytes: int
+    """That a joiner fetches."""
     exchange_bytes: int
     """That one worker sends in a round, and as many that it receives, in a large group."""
+
+
+def state_vectors(contract: Contract) -> int:
+    """How many of the model's size a joiner fetches: theta, momentum, and more where the contract says so."""
+    return 2 + (contract.outer.optimizer == "adam") + 2 * (contract.inner.joiner_moments == "donor")
 
 
 def needs_of(contract: Contract, peer: PeerConfig, *, on_gpu: bool) -> Needs:
@@ -58,5 +65,6 @@ def needs_of(contract: Contract, peer: PeerConfig, *, on_gpu: bool) -> Needs:
         host_bytes=int(BASE_BYTES + host + (0 if on_gpu else on_device)),
         device_bytes=int(on_device + (2 * size if on_gpu else 0)),
         disk_bytes=int(disk + peer.swarm.log_rounds * wire + 2 * FP32_BYTES * whole),
-        exchange_bytes=2 * wire,
+        state_bytes=FP32_BYTES * trained * state_vectors(contract),
+        exchange_bytes=(1 if peer.swarm.client_mode else 2) * wire,
     )

@@ -29,7 +29,7 @@ from opendiloco.wire import Stream, WireError
 PING_LIMIT_S = 5.0
 PROBE_S = 3.0
 """For which a download is measured."""
-PROBE_VALUES = 1 << 16
+PROBE_VALUES, PROBE_STREAMS = 1 << 16, 4
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,14 @@ class Onlooker:
             return None
         return float(answer.dht_time) - (asked + answered) / 2 if answer.dht_time else None
 
-    async def download(self, peer: str, contract: Contract, numel: int) -> float | None:
+    async def download(self, peer: str, contract: Contract, numel: int, vectors: int) -> float | None:
         """Bytes per second that a worker of a run gives of its state for some seconds; None: it gives nothing.
 
         Args:
             numel: trained parameters of the run's model.
+            vectors: of that size, that the state has.
         """
         count = min(numel, PROBE_VALUES)
-        vectors = 2 + (contract.outer.optimizer == "adam") + 2 * (contract.inner.joiner_moments == "donor")
         room = [torch.empty(count) for _ in range(vectors)]
         silence_s = contract.rounds.failure_timeout_s
 
@@ -92,10 +92,13 @@ class Onlooker:
         def take() -> slice | None:
             return slice(0, count) if time.monotonic() - began < PROBE_S else None
 
-        with contextlib.suppress(WireError):
-            async with contextlib.aclosing(fetcher.chunks(peer, take)) as chunks:
-                async for _ in chunks:
-                    pass
+        async def pull() -> None:
+            with contextlib.suppress(WireError):
+                async with contextlib.aclosing(fetcher.chunks(peer, take)) as chunks:
+                    async for _ in chunks:
+                        pass
+
+        await asyncio.gather(*(pull() for _ in range(PROBE_STREAMS)))  # one waits for the way of each question
         return fetcher.received_bytes / (time.monotonic() - began) if fetcher.used else None
 
     async def upload(self, peer: str) -> float | None:

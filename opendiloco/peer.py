@@ -127,9 +127,9 @@ class Peer:
         offset_s: float | None = self._wait(self._caller.start("clock_offset", peer))
         return offset_s
 
-    def download(self, peer: str, contract: Contract, numel: int) -> float | None:
+    def download(self, peer: str, contract: Contract, numel: int, vectors: int) -> float | None:
         """See `Onlooker.download`."""
-        rate: float | None = self._wait(self._caller.start("download", peer, contract, numel))
+        rate: float | None = self._wait(self._caller.start("download", peer, contract, numel, vectors))
         return rate
 
     def upload(self, peer: str) -> float | None:

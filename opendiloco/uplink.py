@@ -36,7 +36,7 @@ class Count(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     received_bytes: Annotated[int, Field(ge=1, le=2**50)]
-    seconds: Annotated[float, Field(gt=0, le=1e4)]
+    seconds: Annotated[float, Field(ge=COUNT_S, le=1e4)]
 
 
 class Uplink:

@@ -50,5 +50,7 @@ def test_memory_is_what_is_left_of_the_containers(container: Callable[..., None]
     assert available_bytes() > 10**7
     container(memory_max="1000", memory_current="400")
     assert available_bytes() == 600
-    container(memory_max="1000", memory_current="1400")
+    container(memory_max="1000", memory_current="400", memory_stat="anon 100\ninactive_file 250\n")
+    assert available_bytes() == 850
+    container(memory_max="1000", memory_current="1400", memory_stat="")
     assert available_bytes() == 0

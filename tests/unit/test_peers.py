@@ -307,7 +307,7 @@ def test_the_files_of_compose_and_skypilot_start_a_worker_through_addresses_that
     compose = yaml.safe_load((PEERS / "docker" / "compose.yaml").read_text())
     worker = compose["services"]["worker"]
     assert worker["command"].startswith("train --peer /opt/opendiloco/peers/profiles/public.toml")
-    assert worker["command"].endswith("--peers ${PEERS:?name addresses of a peer of the swarm}")
+    assert worker["command"].endswith("--peers ${PEERS:?name addresses of a peer of the swarm} ${OPTIONS:-}")
     assert (ROOT / "peers" / "docker" / worker["build"]["context"]).resolve() == ROOT
     assert (worker["init"], set(compose["volumes"])) == (True, {"peer"})
     task = yaml.safe_load((PEERS / "skypilot" / "worker.yaml").read_text())
@@ -329,8 +329,8 @@ def interpolated(text: str, variables: dict[str, str]) -> str:
 )
 def test_compose_announces_what_it_is_given(variables: dict[str, str], announced: tuple[str, ...]) -> None:
     command = yaml.safe_load((PEERS / "docker" / "compose.yaml").read_text())["services"]["worker"]["command"]
-    words = shlex.split(interpolated(command, {"PEERS": "/ip4/a /ip4/b", **variables}))
-    assert words[-3:] == ["--peers", "/ip4/a", "/ip4/b"]
+    words = shlex.split(interpolated(command, {"PEERS": "/ip4/a /ip4/b", "OPTIONS": "--run-id a", **variables}))
+    assert words[-5:] == ["--peers", "/ip4/a", "/ip4/b", "--run-id", "a"]
     changes = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
     assert load_settings(None, PEERS / "profiles" / "public.toml", changes).peer.swarm.announce_maddrs == announced
 
