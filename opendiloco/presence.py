@@ -275,9 +275,8 @@ class Presence:
 
     def lost_round(self) -> int:
         """The round that the run had reached when this worker, which would begin it anew, saw it first; else 0."""
-        seen = (*self._membership.left.values(), *self._membership.reached)
-        rounds = (record.round for record in seen if self._is_like_own(record) and record.committed_tokens > 0)
-        return max(rounds, default=0) if self._own.round == 0 else 0
+        seen = () if self._own.round else (*self._membership.left.values(), *self._membership.reached)
+        return max((one.round for one in seen if self._is_like_own(one) and one.committed_tokens > 0), default=0)
 
     def announced_hash(self, position: Position) -> str | None:
         """The hash that most others announce for the state at `position`."""
