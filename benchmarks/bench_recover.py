@@ -13,7 +13,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ def wait_for(look: Callable[[], T | None], what: str) -> T:
     raise BenchmarkError(f"{what} has not come within {LIMIT_S:g} s")
 
 
-def joins(options: argparse.Namespace, values: int, mbit: float, donors: int, folder: Path) -> dict[str, Any]:
+def joins(options: argparse.Namespace, values: int, mbit: float, donors: int, folder: Path) -> Iterator[dict[str, Any]]:
     """One worker joins so many others, again and again."""
     joiner_mbit = options.faster * mbit
     with Hosts(donors + 1, mbit=mbit) as network:
@@ -66,7 +67,7 @@ def joins(options: argparse.Namespace, values: int, mbit: float, donors: int, fo
         finally:
             stop_all([*workers, joiner])
     seconds = [one["recovery_s"] for one in found]
-    return {
+    yield {
         "kind": "join",
         "inner_s": INNER_S["join"],
         "donors": donors,
@@ -156,22 +157,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason := why_not():
         print(f"bench recover: skipped: {reason}", file=sys.stderr)
         return 0
-    results = []
-    for result in measure(options):
-        results.append({"benchmark": "recover", "codec": CODEC, **result, **about()})
-        show(results[-1])
+    results, code = list[dict[str, Any]](), 0
+    for cell in cells(options):
+        try:
+            with tempfile.TemporaryDirectory(prefix="recover-") as folder:
+                for result in cell(Path(folder)):
+                    results.append({"benchmark": "recover", "codec": CODEC, **result, **about()})
+                    show(results[-1])
+        except BenchmarkError as error:  # the others' results are worth having
+            print(f"bench recover: {error}", file=sys.stderr, flush=True)
+            code = 1
     write_lines(options.out, results)
-    return 0
+    return code
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All joins, then all missed rounds."""
+def cells(options: argparse.Namespace) -> Iterator[Callable[[Path], Iterable[dict[str, Any]]]]:
+    """All joins, then all missed rounds: each takes a folder."""
     for mbit, values, donors in product(options.mbit, options.values, options.donors):
-        with tempfile.TemporaryDirectory(prefix="recover-") as folder:
-            yield joins(options, values, mbit, donors, Path(folder))
+        yield partial(joins, options, values, mbit, donors)
     for mbit in options.mbit:
-        with tempfile.TemporaryDirectory(prefix="recover-") as folder:
-            yield from misses(options, mbit, Path(folder))
+        yield partial(misses, options, mbit)
 
 
 def show(result: dict[str, Any]) -> None:
