@@ -146,12 +146,13 @@ def judge(places: Iterable[Place], own: Collection[Place | None], seen_at: Ip | 
         seen_at: from where the newcomer's connection comes; None: that is not known.
     """
     judged = Judged([], [])
-    is_near = seen_at is not None and (_is_private(seen_at) or seen_at.is_loopback)
+    is_here = seen_at is not None and seen_at.is_loopback
+    is_near = seen_at is not None and (is_here or _is_private(seen_at))
     for place in places:
-        host, could_be = place.host, is_near and _is_private(place.host)
+        host = place.host
         if seen_at is None or place in own:
             judged.left_out.append(place)
-        elif host == seen_at or could_be:
+        elif host == seen_at or (is_near and _is_private(host)) or (is_here and host.is_loopback):
             judged.tried.append(place)
         elif host.is_global:
             judged.left_out.append(place)

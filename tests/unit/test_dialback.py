@@ -26,7 +26,7 @@ def place(host: str, port: int = 4001) -> Place:
         (GLOBAL, [f"::ffff:{GLOBAL}", V6], [GLOBAL], [V6]),
         (V6, [V6, GLOBAL], [V6], [GLOBAL]),
         (ROUTER, [HOME, "10.1.2.3", OTHER], [HOME, "10.1.2.3"], [OTHER]),  # within a private network
-        ("127.0.0.1", ["127.0.0.1", HOME], ["127.0.0.1", HOME], []),  # on this machine
+        ("127.0.0.1", ["127.0.0.3", HOME], ["127.0.0.3", HOME], []),  # on this machine
         (None, [GLOBAL, HOME], [], [GLOBAL, HOME]),  # through a relay
         *(
             (seen_at, [host], [], [])
