@@ -69,7 +69,7 @@ class PeerProcess(Onlooker):
         super().__init__(config, identity, runtime_dir)
         self._folder, self._memory, self._entered = folder, memory, False
         self._behind_s = 0.0
-        """What catching up took, since this worker has last taken part in a round."""
+        """What catching up took, since this worker has last had a vote in a round."""
 
     async def close(self) -> None:
         """Stop everything this process runs."""
@@ -202,8 +202,9 @@ class PeerProcess(Onlooker):
         """One attempt at the round; see `Participation.average`."""
         outcome = await self._participation.average(request)
         if outcome.verdict == "commit":
-            self._behind_s = 0.0
-            self._presence.took_part(outcome.allreduce_s)
+            if request.weight:  # one that follows gets the averages after the others, and may be behind again
+                self._behind_s = 0.0
+            self._presence.took_part(outcome.allreduce_s, with_vote=request.weight > 0)
         return outcome
 
     async def withdraw(self) -> None:

@@ -122,14 +122,14 @@ class Presence:
             self._heart.start(self._announce())
 
     def be_late(self, for_s: float) -> None:
-        """It fetches a round once more, which takes so long: others may wait for it until it has taken part."""
+        """It fetches a round once more, which takes so long: others may wait for it until it has had a vote."""
         self._is_late = True
         self._update(state="late", expected_finish=time.time() + for_s)
         self._heart.start(self._announce())
 
-    def took_part(self, exchange_s: float) -> None:
+    def took_part(self, exchange_s: float, *, with_vote: bool) -> None:
         """It was in an all-reduce of this length that came to a commit."""
-        self._is_late, self.exchange_s = False, exchange_s
+        self._is_late, self.exchange_s = self._is_late and not with_vote, exchange_s
 
     @property
     def _follower(self) -> str:
