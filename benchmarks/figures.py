@@ -160,6 +160,12 @@ DERIVED: dict[str, dict[str, Callable[[Results, str], Any]]] = {
         "above_diloco": lambda results, name: quality_tables.above(results, name, "DiLoCo"),
     },
     "dht": {"table": network_tables.dht_table},
+    "recover": {
+        "join": lambda results, name: network_tables.recoveries(results, name, "join")[0],
+        "missed": lambda results, name: network_tables.recoveries(results, name, "missed")[0],
+        "joins_table": network_tables.recover_joins_table,
+        "missed_table": network_tables.recover_missed_table,
+    },
     "soak": {
         "table": tables.soak_table,
         "rounds_per_event": rounds_per_event,

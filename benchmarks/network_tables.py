@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.records import Record, Results, all_of, newest
+from benchmarks.records import NoSourceError, Record, Results, all_of, newest
 from benchmarks.tables import to_table
 
 SLOW_LINK_BITS = 20e6
@@ -100,6 +100,66 @@ def _speed_and_time(record: Record) -> str:
 def _sameness(records: Mapping[float, Record]) -> str:
     rounds = sum(record["rounds"] for record in records.values())
     return f"{sum(record.get('identical_rounds', 0) for record in records.values())} of {rounds}"
+
+
+def recoveries(results: Results, benchmark: str, kind: str) -> list[Record]:
+    """Those of joiners ("join"), or those after missed rounds ("missed"), at least one."""
+    found = [record for record in all_of(results, benchmark) if record["kind"] == kind]
+    if not found:
+        raise NoSourceError(benchmark, f"has no record of kind {kind}")
+    return found
+
+
+def recover_joins_table(results: Results, benchmark: str) -> str:
+    """A rate, size and number of donors a row."""
+    header = (
+        "parameters, state",
+        "donors",
+        "links, theirs and the joiner's",
+        "state there after, median s",
+        "worst s",
+        "the links need s",
+        "MB that came",
+    )
+    rows = [
+        (
+            f"{record['values'] / 1e6:g}M, {record['state_bytes'] / 1e6:.1f} MB",
+            str(record["donors"]),
+            f"{record['mbit']:g} and {record['joiner_mbit']:g} Mbit/s",
+            f"{record['seconds']:.2f}",
+            f"{record['worst_s']:.2f}",
+            f"{record['limit_s']:.2f}",
+            f"{record['received_bytes'] / 1e6:.1f}",
+        )
+        for record in recoveries(results, benchmark, "join")
+    ]
+    return to_table(header, rows)
+
+
+def recover_missed_table(results: Results, benchmark: str) -> str:
+    """A rate and number of missed rounds a row."""
+    header = (
+        "rounds missed, link",
+        "how",
+        "caught up after s",
+        "the link needs s",
+        "for the whole state s",
+        "MB that came",
+        "took part again after s",
+    )
+    rows = [
+        (
+            f"{record['missed']}, {record['mbit']:g} Mbit/s",
+            "the whole state" if record["full_state"] else f"{record['replayed']} from logs",
+            f"{record['seconds']:.2f}",
+            f"{record['limit_s']:.2f}",
+            f"{record['state_s']:.2f}",
+            f"{record['received_bytes'] / 1e6:.1f}",
+            f"{record['part_again_s']:.1f}",
+        )
+        for record in recoveries(results, benchmark, "missed")
+    ]
+    return to_table(header, rows)
 
 
 def company_table(results: Results, benchmark: str) -> str:

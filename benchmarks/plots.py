@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cost import Measured
 from benchmarks.figures import INTERVAL_SHARE
-from benchmarks.records import Results, all_of, large, newest, predictions
+from benchmarks.records import Record, Results, all_of, large, newest, predictions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -231,6 +231,36 @@ def paint_losses(choose: Callable[[Iterable[float]], float]) -> Callable[[Axes, 
     return paint
 
 
+def paint_recover(axes: Axes, results: Results) -> None:
+    """Seconds of every recovery by what its link needs."""
+    records = all_of(results, "recover")
+    marks = zip(sorted({one["donors"] for one in records if one["kind"] == "join"}), (SKY, BLUE, PURPLE), strict=False)
+    looks = {f"a joiner, {count} donor{'s' * (count > 1)}": (colour, "o") for count, colour in marks}
+    looks |= {"missed rounds, from logs": (GREEN, "s"), "missed rounds, the whole state": (ORANGE, "D")}
+    for name, (colour, marker) in looks.items():
+        shown = [one for one in records if _way(one) == name]
+        if shown:
+            limits, seconds = [one["limit_s"] for one in shown], [one["seconds"] for one in shown]
+            axes.plot(limits, seconds, marker, color=colour, markersize=6, label=name)
+    ends = [min(one["limit_s"] for one in records), max(one["limit_s"] for one in records)]
+    axes.plot(ends, ends, color="black", linewidth=1, zorder=1, label="what the links need")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("seconds that the links need for the bytes")
+    axes.set_ylabel("seconds that it took")
+    axes.set_title("Getting to where the swarm is, against the links")
+    axes.legend()
+
+
+def _way(record: Record) -> str:
+    """How a worker got to where the swarm is."""
+    if record["kind"] == "join":
+        return f"a joiner, {record['donors']} donor{'s' * (record['donors'] > 1)}"
+    return f"missed rounds, {'the whole state' if record['full_state'] else 'from logs'}"
+
+
 def _ticks(
     axes: Axes, values: Sequence[float], place: float, *, height: float, color: str, width: float, label: str
 ) -> None:
@@ -257,6 +287,7 @@ PLOTS: dict[str, Plot] = {
     "worker": Plot(("worker",), paint_worker, size=(6.4, 3.0)),
     "train-fast": Plot(("train",), paint_losses(max), size=(6.4, 4.0)),
     "train-slow": Plot(("train",), paint_losses(min), size=(6.4, 4.0)),
+    "recover": Plot(("recover",), paint_recover, size=(6.4, 4.0)),
     "cost": Plot(("cost",), paint_cost, size=(6.4, 4.0)),
     "prediction": Plot(("wan", "cost"), paint_prediction, size=(6.4, 2.9)),
 }

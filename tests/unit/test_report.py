@@ -70,7 +70,7 @@ def newest(clone: Path, benchmark: str) -> dict[str, Any]:
 def test_documents_in_the_repository_say_what_its_results_say(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = bench_report.main(["--check"]), capsys.readouterr()
     assert (code, said.err) == (0, "")
-    assert said.out == "docs/benchmarks.md, README.md and 12 plots are what the results say\n"
+    assert said.out == "docs/benchmarks.md, README.md and 13 plots are what the results say\n"
 
 
 def test_other_results_are_found_in_every_document_and_plot(clone: Path, check: Callable[[], list[str]]) -> None:
