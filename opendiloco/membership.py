@@ -8,9 +8,10 @@ owner: it is checked for type and size here, and nothing is allocated from it.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -37,6 +38,8 @@ CONTRACT_COPIES = 3
 READ_LIMIT_S = 10.0
 REMEMBERED_S = 3600.0
 RUNS_KEY = "opendiloco.runs"
+MAX_RUNS = 64
+"""So many are looked at where none is named: anybody can publish contracts, and each costs a look-up."""
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -171,27 +174,33 @@ class Membership:
         if len(copies) < CONTRACT_COPIES:
             await self._store(RUNS_KEY, f"{run_id}/{self.identity.peer_id}", wire, lifetime_s=CONTRACT_LIFETIME_S)
 
-    async def find_runs(self, *, with_workers: bool = False) -> dict[str, list[Contract]]:
+    async def find_runs(self, run_id: str | None = None, *, with_workers: bool = False) -> dict[str, list[Contract]]:
         """Contracts on this DHT by run id; several under an id where it cannot be told which one its workers follow.
 
         Args:
+            run_id: the only run to look for; without it, the `MAX_RUNS` that most peers have published.
             with_workers: only of runs that somebody is in; a contract outlives the last worker.
         """
-        found: dict[str, dict[str, Contract]] = {}
+        wires = defaultdict[str, list[Any]](list)
         for subkey, (value, _) in (await self._read(RUNS_KEY, limit_s=READ_LIMIT_S)).items():
-            run_id = subkey.rpartition("/")[0]
-            try:
-                contract = contract_from_wire(value)
-            except (SettingsError, TypeError):
-                continue  # a broken record harms only its owner
-            if contract.run.id == run_id:
-                found.setdefault(run_id, {})[contract.digest] = contract
+            named = subkey.rpartition("/")[0]
+            if run_id in (None, named):
+                wires[named].append(value)
+        found: dict[str, dict[str, Contract]] = {}
+        for named in heapq.nlargest(MAX_RUNS, wires, key=lambda named: len(wires[named])):
+            for wire in wires[named]:
+                try:
+                    contract = contract_from_wire(wire)
+                except (SettingsError, TypeError):
+                    continue  # a broken record harms only its owner
+                if contract.run.id == named:
+                    found.setdefault(named, {})[contract.digest] = contract
         progress = await asyncio.gather(*map(self._read_progress, found))
         records = [[record for record, _ in of_run.values() if record is not None] for of_run in progress]
         self.reached = [record for of_run in records for record in of_run]
         return {
-            run_id: _followed(run_id, found[run_id], of_run)
-            for run_id, of_run in zip(found, records, strict=True)
+            named: _followed(named, found[named], of_run)
+            for named, of_run in zip(found, records, strict=True)
             if not with_workers or any(record.state != "left" for record in of_run)
         }
 

@@ -51,9 +51,9 @@ class Onlooker:
         self._membership = Membership(self._host.node, self._identity, self._config.expiry_s)
         return await self._host.addresses()
 
-    async def find_runs(self, with_workers: bool) -> dict[str, list[Contract]]:
-        """Contracts on the DHT by run id; more than one under an id means that its peers disagree."""
-        return await self._membership.find_runs(with_workers=with_workers)
+    async def find_runs(self, run_id: str | None, with_workers: bool) -> dict[str, list[Contract]]:
+        """See `Membership.find_runs`."""
+        return await self._membership.find_runs(run_id, with_workers=with_workers)
 
     async def observe(self, run_id: str) -> dict[str, Seen]:
         """See `Membership.observe`."""

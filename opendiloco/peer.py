@@ -97,10 +97,10 @@ class Peer:
         """
         give_up = time.monotonic() + wait_s
         while True:
-            runs = self.runs(with_workers=with_workers)
+            runs = self.runs(run_id, with_workers=with_workers)
             if run_id is None and len(runs) > 1:
                 raise SettingsError(f"the swarm has runs {', '.join(sorted(runs))}: choose one with --run-id")
-            found = next(iter(runs.values()), []) if run_id is None else runs.get(run_id, [])
+            found = next(iter(runs.values()), [])
             if len(found) > 1:
                 digests = ", ".join(contract.digest[:12] for contract in found)
                 raise SettingsError(f"run {run_id} has several contracts ({digests}): choose another run.id")
@@ -112,9 +112,9 @@ class Peer:
                 raise Leave
             time.sleep(RUNS_POLL_S)
 
-    def runs(self, *, with_workers: bool = True) -> dict[str, list[Contract]]:
+    def runs(self, run_id: str | None = None, *, with_workers: bool = True) -> dict[str, list[Contract]]:
         """Contracts by run id, more than one where its peers disagree; of runs that have workers, or of all."""
-        found: dict[str, list[Contract]] = self._wait(self._caller.start("find_runs", with_workers))
+        found: dict[str, list[Contract]] = self._wait(self._caller.start("find_runs", run_id, with_workers))
         return found
 
     def observe(self, run_id: str) -> dict[str, Seen]:

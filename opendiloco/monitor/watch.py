@@ -31,10 +31,10 @@ class Watch:
         Raises:
             SettingsError: there are several runs, and nobody has said which one is meant.
         """
-        runs = self._onlooker.runs(with_workers=False)
+        runs = self._onlooker.runs(self._run_id, with_workers=False)
         if self._run_id is None and len(runs) > 1:
             raise SettingsError(f"the swarm has runs {', '.join(sorted(runs))}: choose one with --run-id")
-        found = next(iter(runs), None) if self._run_id is None else self._run_id if self._run_id in runs else None
+        found = next(iter(runs), None)
         if found is not None:
             self._run_id, self._contracts = found, runs[found]
         return found
@@ -49,7 +49,7 @@ class Watch:
         assert self._run_id is not None
         self._looks += 1
         if self._looks % CONTRACT_LOOKS == 0:  # the last one seen is kept: it outlives the last worker by a minute only
-            self._contracts = self._onlooker.runs(with_workers=False).get(self._run_id, self._contracts)
+            self._contracts = self._onlooker.runs(self._run_id, with_workers=False).get(self._run_id, self._contracts)
         seen, now = self._onlooker.observe(self._run_id), self._clock()
         self._sights.look(seen, now, self._contracts)
         return snapshot(self._contracts, self._sights.workers, now)

@@ -167,7 +167,7 @@ class Peer:
 
     def runs(self) -> Mapping[str, list[Contract]]:
         """The runs on the DHT that have workers."""
-        return self._network.run(self.process.find_runs(True))
+        return self._network.run(self.process.find_runs(None, True))
 
     def leave(self) -> None:
         """Say goodbye and stop."""

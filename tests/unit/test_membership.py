@@ -320,8 +320,10 @@ class Dht:
         self.stored: list[tuple[str, str]] = []
         self.expirations: list[float] = []
         self.answers = True
+        self.asked: list[str] = []
 
     async def get(self, key: str, *, latest: bool) -> Any:
+        self.asked.append(key)
         if not self.answers:
             await asyncio.Event().wait()
         until = time.time() + 60
@@ -338,8 +340,8 @@ def member(dht: Dht, **settings: Any) -> Membership:
     return Membership(cast(Any, dht), OWNER, **{"expiry_s": 12.0, "run_id": "run"} | settings)
 
 
-def contract(steps: int = 100) -> Contract:
-    return Contract.model_validate({"run": {"id": "run"}, "inner": {"steps": steps}})
+def contract(steps: int = 100, run_id: str = "run") -> Contract:
+    return Contract.model_validate({"run": {"id": run_id}, "inner": {"steps": steps}})
 
 
 THEIRS = contract_to_wire(contract(7))
@@ -412,6 +414,18 @@ def test_of_several_contracts_of_a_run_the_one_counts_that_most_workers_with_com
         assert len(asyncio.run(member(dht).find_runs())["run"]) == 2
     dht.held["run.progress"] = {"a": standing | {"contract": "e" * 64}}  # nobody's on the DHT
     assert len(asyncio.run(member(dht).find_runs())["run"]) == 2
+
+
+def test_a_flood_of_runs_costs_a_bounded_number_of_look_ups_and_hides_no_run_that_is_named() -> None:
+    flood = {f"run-{number}/a": contract_to_wire(contract(run_id=f"run-{number}")) for number in range(300)}
+    ours = {f"run/{peer}": contract_to_wire(contract()) for peer in ("a", "b", "c")}
+    dht = Dht(opendiloco_runs={**flood, **ours})
+    found = asyncio.run(member(dht).find_runs())
+    assert (len(found), found["run"]) == (membership.MAX_RUNS, [contract()])
+    assert len(dht.asked) == 1 + membership.MAX_RUNS
+    dht.asked.clear()
+    assert asyncio.run(member(dht).find_runs("run-299")) == {"run-299": [contract(run_id="run-299")]}
+    assert dht.asked == [membership.RUNS_KEY, "run-299.progress"]
 
 
 def test_a_run_whose_workers_have_gone_is_one_to_compare_with_and_none_to_join() -> None:

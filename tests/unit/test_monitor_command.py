@@ -43,9 +43,9 @@ class Dht:
 
     check = open
 
-    def runs(self, *, with_workers: bool) -> dict[str, list[Contract]]:
+    def runs(self, run_id: str | None, *, with_workers: bool) -> dict[str, list[Contract]]:
         self._count()
-        return self._runs
+        return {named: found for named, found in self._runs.items() if run_id in (None, named)}
 
     def observe(self, run_id: str) -> dict[str, Seen]:
         self._count()
