@@ -21,7 +21,7 @@ from opendiloco.claims import Seen
 from opendiloco.compute import choose_device
 from opendiloco.config import ComputeConfig, Contract, SwarmConfig
 from opendiloco.errors import OpendilocoError, SettingsError, one_line
-from opendiloco.leave import Leave
+from opendiloco.leave import Leave, run
 from opendiloco.logs import setup_logging
 from opendiloco.machine import available_bytes, cores
 from opendiloco.needs import Needs, needs_of, state_vectors
@@ -94,13 +94,13 @@ def examine(settings: Settings, out: Path, *, run_id: str | None, stop: threadin
                 if found is not None:
                     contract, seen = found, peer.observe(found.run.id)
                     yield from versions_of(seen)
-                needs = yield from fits(settings, contract, out)
+                needs = yield from fits(settings, contract, out, stop)
                 if needs is not None and found is not None:
                     yield from bandwidth(peer, contract, needs, seen)
                 return
     else:
         yield Finding("note", "no --peers: whether others can be reached, and this peer by them, was not looked at")
-    yield from fits(settings, contract, out)
+    yield from fits(settings, contract, out, stop)
 
 
 def versions() -> Finding:
@@ -202,11 +202,14 @@ def versions_of(seen: Mapping[str, Seen]) -> Iterator[Finding]:
         yield Finding("note", f"workers run opendiloco {', '.join(others)}, and this machine has {own}")
 
 
-def fits(settings: Settings, contract: Contract, out: Path) -> Generator[Finding, None, Needs | None]:
+def fits(
+    settings: Settings, contract: Contract, out: Path, stop: threading.Event
+) -> Generator[Finding, None, Needs | None]:
     """Device, memory and disk against what the run needs."""
     try:
         device = choose_device(settings.peer.compute)
-        needs = needs_of(contract, settings.peer, on_gpu=device.type == "cuda")
+        on_gpu = device.type == "cuda"  # a hub that does not answer is waited for, but not by a user who wants to go
+        needs = run(lambda: needs_of(contract, settings.peer, on_gpu=on_gpu), stop.is_set, name="needs")
     except SettingsError as error:
         yield Finding("bad", str(error))
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +15,7 @@ from opendiloco import doctor
 from opendiloco.cli import main
 from opendiloco.config import Contract, ModelConfig, PeerConfig, SwarmConfig
 from opendiloco.doctor import GIB, clocks, ports
+from opendiloco.errors import SettingsError
 from opendiloco.needs import needs_of
 from opendiloco.peer import Peer
 
@@ -111,6 +114,25 @@ def test_too_little_memory_or_disk_is_told_in_numbers(ask: Ask, monkeypatch: pyt
     memory, disk = bad(lines)
     assert "GiB needed, 1.0 GiB free" in memory
     assert "GiB needed, 0.0 GiB free" in disk
+
+
+def test_a_user_need_not_wait_for_a_hub_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    answers, main_thread = threading.Event(), threading.main_thread().ident
+
+    def ask_hub(*_: object, **__: object) -> Any:
+        assert main_thread is not None
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        assert answers.wait(30)
+        raise SettingsError("it has answered")
+
+    monkeypatch.setattr(doctor, "needs_of", ask_hub)
+    try:
+        assert main(["doctor", "--out", str(tmp_path)]) == 130
+    finally:
+        answers.set()
+    assert "it has answered" not in capfd.readouterr().out
 
 
 def test_needs_grow_with_what_is_trained_and_kept() -> None:
