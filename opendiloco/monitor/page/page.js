@@ -111,7 +111,7 @@ function layout(more) {
   const axis = { gridcolor: line, zerolinecolor: line, automargin: true };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 13 },
-    margin: { l: 50, r: 10, t: 10, b: 40 }, legend: { orientation: "h", y: -0.25 }, ...more,
+    margin: { l: 50, r: 10, t: 10, b: 40 }, legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" }, ...more,
     xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis },
   };
 }
@@ -131,7 +131,8 @@ function draw() {
   }), OPTIONS);
   const timeline = timelineTraces(run, latest.time);
   byId("timeline").style.height = `${Math.max(12, 4 + 1.6 * run.states.size)}rem`;
-  Plotly.react("timeline", timeline, layout({ barmode: "overlay", xaxis: { type: "date" }, yaxis: { type: "category" } }), OPTIONS);
+  const times = { type: "date", tickangle: 0, nticks: Math.max(2, Math.floor(byId("timeline").clientWidth / 150)) };
+  Plotly.react("timeline", timeline, layout({ barmode: "overlay", xaxis: times, yaxis: { type: "category" } }), OPTIONS);
   showTables(number, rows);
 }
 
