@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import tempfile
@@ -33,18 +34,13 @@ class Archive:
         """Args: `folder` of the files; None: there is none.
 
         Raises:
-            SettingsError: it cannot be written.
+            SettingsError: it cannot be written, or another monitor keeps its history there.
         """
         self.history = History()
         """Of the run that is followed; an empty one before there is any."""
         self._folder, self._run = folder, ("", "")
         self._file: _File | None = None
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=folder).close()
-            except OSError as error:
-                raise _cannot("write", folder, error) from None
+        self._lock = _claim(folder) if folder is not None else None
 
     def take(self, workers: Mapping[str, Sight], shown: Snapshot) -> None:
         """What a look has found; the history is another one once another run is followed, or another contract.
@@ -54,8 +50,7 @@ class Archive:
         """
         run = shown.run["id"], shown.run["contract"]
         if run != self._run:
-            self.close()
-            self._file = None
+            self._end_file()
             self.history = self._history_of(*run, rounds=shown.run["rounds"])
             self._run = run
         self.history.look(with_contract(workers, run[1]), shown.time)
@@ -64,10 +59,17 @@ class Archive:
 
     def close(self) -> None:
         """Nothing more comes."""
+        self._end_file()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _end_file(self) -> None:
         if self._file is not None:
             self.history.end()
             self._file.write(self.history, 0.0)
             self._file.close()
+            self._file = None
 
     def _history_of(self, run_id: str, contract: str, *, rounds: int) -> History:
         if self._folder is None:
@@ -142,6 +144,24 @@ class _File:
             raise
         self._file = self._path.open("ab", buffering=0)
         self._count, self._appended = count, 0
+
+
+def _claim(folder: Path) -> int:
+    """The descriptor that keeps other monitors out of the folder, until it is closed or this process has ended."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise _cannot("write", folder, error) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise SettingsError(f"another monitor keeps its history in {folder}: choose another --out") from None
+    except OSError:
+        logger.info("%s is on a disk that has no locks: no other monitor may write there", folder)
+    return descriptor
 
 
 def _joined(lines: list[tuple[int, str]]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +55,9 @@ class Monitor:
         """It ends without a word."""
         assert self.archive._file is not None
         self.archive._file.close()
+        assert self.archive._lock is not None
+        os.close(self.archive._lock)
+        self.archive._file = self.archive._lock = None
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -181,6 +185,7 @@ def test_a_peer_that_tells_too_much_loses_its_own_and_file_and_memory_stay_small
     assert largest < 50_000 + 200 * 600
     assert json.loads(file_in(tmp_path).read_text().splitlines()[-1]) == monitor.events[-1]
     monkeypatch.setattr(archive_module, "MAX_READ_BYTES", 10_000)
+    monitor.kill()
     again = start(tmp_path)
     again.look(now, a=at(now, honest))
     assert 20 < len(again.events) < 100
@@ -238,6 +243,18 @@ def test_a_disk_that_was_full_costs_nothing_once_there_is_room(
     monitor.look(NOW + 140, a=at(NOW + 140))
     assert (len(before), len(file_in(tmp_path).read_text().splitlines()), len(monitor.events)) == (1, 5, 5)
     monitor.archive.close()
+
+
+def test_two_monitors_do_not_write_one_history(start: Start, tmp_path: Path) -> None:
+    first = start(tmp_path)
+    with pytest.raises(SettingsError, match=r"another monitor keeps its history in .*: choose another --out"):
+        Archive(tmp_path)
+    first.look(a=at(NOW))
+    first.kill()
+    second = start(tmp_path)
+    second.look(NOW + 2, a=at(NOW + 2))
+    second.archive.close()
+    Archive(tmp_path).close()
 
 
 def test_a_folder_that_cannot_be_written_is_told_of_with_the_cure(start: Start, tmp_path: Path) -> None:
