@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.ledger import MAX_READINGS
 
+MAX_LIFETIME_S = 300.0  # of a record: peers refuse one that claims more
 MAX_PARTS = 4  # of evaluations, in a record: whoever looks once a round misses none
 MAX_ROUNDS = 8
 MAX_EVALUATIONS = 8

@@ -22,7 +22,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 from pydantic import BaseModel, ValidationError
 
-from opendiloco.claims import Progress, Seen, Told
+from opendiloco.claims import MAX_LIFETIME_S, Progress, Seen, Told
 from opendiloco.config import Contract, contract_from_wire, contract_to_wire
 from opendiloco.errors import SettingsError
 from opendiloco.identity import Identity, peer_id_of, verify
@@ -31,7 +31,6 @@ from opendiloco.rounds import stretch
 logger = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = 64 * 1024
-MAX_LIFETIME_S = 300.0
 CONTRACT_LIFETIME_S = 60.0
 TOLD_LIFETIME_S = 180.0
 CONTRACT_COPIES = 3

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opendiloco.claims import Progress, Seen, Told
+from opendiloco.claims import MAX_LIFETIME_S, Progress, Seen, Told
 from opendiloco.config import Contract
 
 FORGET_S = 3600.0
@@ -30,7 +30,7 @@ class Sight:
     """When that expires or has expired, Unix seconds."""
     told: Told | None
     last_seen: float
-    """When a look found a newer record than before, Unix seconds of this machine."""
+    """When a look found a newer record than before, Unix seconds of this machine; at the first, when that was made."""
     lags: tuple[float, ...]
     """From the times of its newest `RECENT` records to the looks that found them."""
 
@@ -107,7 +107,10 @@ def _possible(told: Told, last: int) -> Told:
 
 def _after(known: Sight | None, progress: Progress, until: float, now: float) -> Sight:
     lag_s = now - progress.issued
-    if known is None or progress.session != known.progress.session:
+    if known is None:
+        made = min(now, max(progress.issued, now - MAX_LIFETIME_S))
+        return Sight(progress, until, None, made, (lag_s,))
+    if progress.session != known.progress.session:
         return Sight(progress, until, None, now, (lag_s,))
     if progress.issued <= known.progress.issued:
         return known

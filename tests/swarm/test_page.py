@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ if CHROMIUM is None or DRIVER is None:  # a browser is more than a user of the p
     pytest.skip("no chromium: apt install chromium chromium-driver", allow_module_level=True)
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
-PEERS = ["12D3KooW" + letter * 44 for letter in "ABC"]
+*PEERS, FOURTH = ["12D3KooW" + letter * 44 for letter in "ABCD"]
 PHONE = (375, 700)
 
 
@@ -62,8 +62,8 @@ class Page:
     def _watch(self) -> None:
         self._stop.wait()
 
-    def show(self, *, rounds: int, silent: bool = False) -> None:
-        """What a monitor has seen after so many rounds."""
+    def show(self, *, rounds: int, there: Sequence[str] = PEERS) -> None:
+        """What a monitor has seen after so many rounds, of those who are `there` still."""
         self.now += 20
         contract = CONTRACT.model_copy(update={"model": ModelConfig.model_construct(name=HOSTILE)})
         workers = {
@@ -84,7 +84,7 @@ class Page:
                 ),
                 until=self.now + 11,
             )
-            for peer in (PEERS[:2] if silent else PEERS)
+            for peer in there
         }
         self._sights.look(workers, self.now, [contract])
         shown = snapshot([contract], self._sights.workers, self.now)
@@ -150,7 +150,7 @@ def test_the_page_shows_the_run_and_follows_it(page: Page, wait_until: WaitUntil
     names = page.js("document.getElementById('loss').data.map((trace) => trace.name)")
     assert names == [*(peer[-10:] for peer in PEERS), "validation"]
     assert page.js("document.getElementById('loss').data[0].x") == [1, 2, 3]
-    page.show(rounds=4, silent=True)
+    page.show(rounds=4, there=PEERS[:2])
     wait_until(lambda: "4 of 9" in page.text("#glance"), "it has the next round")
     wait_until(lambda: page.js("document.getElementById('loss').data[0].x") == [1, 2, 3, 4], "so have the charts")
     assert "it has not been heard of" in page.text("#warnings")
@@ -162,9 +162,22 @@ def test_the_page_shows_the_run_and_follows_it(page: Page, wait_until: WaitUntil
     ]
 
 
+def test_a_worker_has_one_colour_in_all_charts_and_the_validation_its_own(page: Page, wait_until: WaitUntil) -> None:
+    wait_until(lambda: page.js("document.getElementById('map').data?.length") == 3, "all charts are drawn")
+    page.show(rounds=4, there=[*PEERS[1:], FOURTH])
+    wait_until(lambda: page.js("document.getElementById('loss').data.length") == 5, "a fourth is there")
+
+    def colours(chart: str, part: str) -> dict[str, str]:
+        return dict(page.js(f"document.getElementById('{chart}').data.map((one) => [one.name, one.{part}.color])"))
+
+    lines, bars = colours("loss", "line"), colours("map", "marker")
+    assert {name: lines[name] for name in bars} == bars
+    assert len(set(lines.values())) == 5
+
+
 def test_a_warning_is_announced_once_however_its_seconds_go_on(page: Page, wait_until: WaitUntil) -> None:
     def look(rounds: int, *, silent: bool) -> None:
-        page.show(rounds=rounds, silent=silent)
+        page.show(rounds=rounds, there=PEERS[:2] if silent else PEERS)
         wait_until(lambda: f"{rounds} of 9" in page.text("#glance"), "it has the next look")
 
     hears = "document.querySelectorAll('[aria-live], [role=status]')"

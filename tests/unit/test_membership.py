@@ -24,15 +24,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from opendiloco import membership
-from opendiloco.claims import Progress, Told
+from opendiloco.claims import MAX_LIFETIME_S, Progress, Told
 from opendiloco.config import Contract, contract_to_wire
 from opendiloco.identity import Identity, peer_id_of
-from opendiloco.membership import (
-    MAX_LIFETIME_S,
-    MAX_RECORD_BYTES,
-    Membership,
-    SignedRecords,
-)
+from opendiloco.membership import MAX_RECORD_BYTES, Membership, SignedRecords
 from opendiloco.rounds import MAX_STRETCH, USUAL_WORKERS
 
 OWNER = Identity(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.screen import Screen
 from support.records import CONTRACT, NOW, STEPS, progress, seen, told, told_round
 
-from opendiloco.claims import MAX_ROUNDS, Seen, Told, ToldEvaluation, ToldLoss
+from opendiloco.claims import MAX_LIFETIME_S, MAX_ROUNDS, Seen, Told, ToldEvaluation, ToldLoss
 from opendiloco.config import Contract, ModelConfig, RunConfig
 from opendiloco.monitor.sights import FORGET_S, RECENT, Sights
 from opendiloco.monitor.snapshot import Snapshot, snapshot
@@ -168,6 +168,12 @@ def test_one_record_of_a_late_round_does_not_put_all_others_behind() -> None:
     assert troubles({"a": seen(), "b": seen(), "c": seen(alone)}) == []
 
 
+@pytest.mark.parametrize(("made_s", "seen_s"), [(7, 7.0), (-2, 0.0), (NOW, MAX_LIFETIME_S)])
+def test_the_first_look_at_a_worker_goes_by_when_its_record_was_made(made_s: float, seen_s: float) -> None:
+    (row,) = look({"a": seen(progress(issued=NOW - made_s))}).peers
+    assert row.last_seen_s == seen_s
+
+
 def test_a_worker_that_falls_silent_is_told_of_and_one_that_left_is_not() -> None:
     sights = Sights()
     sights.look({"a": seen(), "b": seen(), "c": seen()}, NOW, [CONTRACT])
@@ -180,7 +186,7 @@ def test_a_worker_that_falls_silent_is_told_of_and_one_that_left_is_not() -> Non
     assert [(row.peer, row.state) for row in shown.peers] == [("a", "training"), ("b", "silent"), ("c", "left")]
     assert shown.workers == 1
     (trouble,) = shown.warnings
-    assert trouble == Trouble("silent", "it has not been heard of for 40 s and did not leave", ("b",))
+    assert trouble == Trouble("silent", "it has not been heard of for 41 s and did not leave", ("b",))
     sights.look({}, NOW + 40 + FORGET_S, [CONTRACT])
     assert set(sights.workers) == {"a"}
 

@@ -9,6 +9,8 @@ const PARTS = [
 const STATES = {
   training: "#009e73", averaging: "#0072b2", following: "#e69f00", late: "#e69f00", left: "#999999", silent: "#d55e00",
 };
+const VALIDATION = "#d55e00";
+const WORKERS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c564b", "#999999"]; // of their own
 const MOST_LINES = 12;
 const MOST_STATES = 2000; // of a peer
 
@@ -21,10 +23,12 @@ class Run {
     this.rounds = new Map();
     this.evaluations = new Map();
     this.states = new Map();
+    this.places = new Map(); // by peer, in the order in which they were seen
     this.last = Infinity; // round that is shown: there can be no later one, whatever somebody tells
   }
 
   add(event) {
+    if (!this.places.has(event.peer)) this.places.set(event.peer, this.places.size);
     if (event.kind === "round") {
       const { round } = event.told;
       if (!this.rounds.has(round)) this.rounds.set(round, new Map());
@@ -39,6 +43,9 @@ class Run {
       if (states.length > MOST_STATES) states.shift();
     }
   }
+
+  // The same in every chart.
+  colour(peer) { return WORKERS[(this.places.get(peer) ?? 0) % WORKERS.length]; }
 
   numbers() { return this.upToLast(this.rounds); }
 
@@ -66,13 +73,13 @@ function lossTraces(run, measure) {
     }
   }
   const peers = [...byPeer.keys()].sort((a, b) => byPeer.get(b).x.length - byPeer.get(a).x.length).slice(0, MOST_LINES);
-  const traces = peers.map((peer, index) => ({
-    ...byPeer.get(peer), name: shortId(peer), mode: "lines", line: { width: 1, color: COLOURS[index % COLOURS.length] },
+  const traces = peers.map((peer) => ({
+    ...byPeer.get(peer), name: shortId(peer), mode: "lines", line: { width: 1, color: run.colour(peer) },
   }));
   const evaluated = run.upToLast(run.evaluations);
   traces.push({
     x: evaluated, y: evaluated.map((round) => shown(run.evaluations.get(round).loss)), name: "validation",
-    mode: "lines+markers", line: { width: 3, color: "#d55e00" },
+    mode: "lines+markers", line: { width: 3, color: VALIDATION },
   });
   return traces;
 }
@@ -103,11 +110,11 @@ function reducers(run) {
   return [null, []];
 }
 
-function mapTraces(rows) {
-  return rows.map(([peer, share], index) => ({
+function mapTraces(run, rows) {
+  return rows.map(([peer, share]) => ({
     x: [100 * share], y: ["vector"], name: shortId(peer), type: "bar", orientation: "h",
     text: [`${shortId(peer)} ${(100 * share).toFixed(0)} %`], textposition: "inside", hoverinfo: "text",
-    marker: { color: COLOURS[index % COLOURS.length], line: { width: 1, color: "#ffffff" } },
+    marker: { color: run.colour(peer), line: { width: 1, color: "#ffffff" } },
   }));
 }
 

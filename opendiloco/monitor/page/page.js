@@ -126,7 +126,7 @@ function draw() {
   Plotly.react("bytes", bytesTraces(run), layout({ barmode: "group", xaxis: rounds, yaxis: { title: { text: "MB, all workers" } } }), OPTIONS);
   const [number, rows] = reducers(run);
   byId("map-note").textContent = number === null ? "no round has been told of yet" : `of the vector, in round ${number}`;
-  Plotly.react("map", mapTraces(rows), layout({
+  Plotly.react("map", mapTraces(run, rows), layout({
     barmode: "stack", showlegend: false, xaxis: { title: { text: "share, %" }, range: [0, 100] }, yaxis: { showticklabels: false },
   }), OPTIONS);
   const timeline = timelineTraces(run, latest.time);
