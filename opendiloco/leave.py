@@ -82,7 +82,7 @@ def ends_in_order(leaving: Callable[[], bool]) -> Iterator[None]:
     except SwarmError as error:
         if not leaving():
             raise
-        logger.warning("this worker has left, and not in order: %s", error)
+        logger.warning("this peer has left, and not in order: %s", error)
 
 
 @contextmanager

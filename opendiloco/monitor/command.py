@@ -43,7 +43,7 @@ def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: 
 
     Raises:
         SettingsError: no peers, several runs, a port or folder that cannot be used.
-        SwarmError: none of the peers answers, or the run does not appear in time (`as_json`).
+        SwarmError: none of the peers answers, the run does not appear in time (`as_json`), or the network process ends.
     """
     if not config.peers:
         raise SettingsError(
@@ -71,9 +71,7 @@ def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: 
             archive.take(watch.workers, shown)
         elif web is not None:
             board = Board(archive)
-            serve(
-                web, board, partial(keep_looking, watch, onlooker, stop, show=partial(_take, board, watch)), stop=stop
-            )
+            serve(web, board, partial(keep_looking, watch, onlooker, stop, show=partial(_take, board, watch)))
         else:
             _show_in_terminal(watch, archive, onlooker, stop)
     return INTERRUPTED if as_json and shown is None else 0

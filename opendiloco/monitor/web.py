@@ -35,8 +35,8 @@ MAX_CONNECTIONS = 128
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def serve(address: str, board: Board, watch: Callable[[], None], *, stop: threading.Event) -> None:
-    """Serve the page until `watch`, which runs in this thread, returns; `stop` ends it then, too.
+def serve(address: str, board: Board, watch: Callable[[], None]) -> None:
+    """Serve the page until `watch`, which runs in this thread, is over.
 
     Raises:
         SettingsError: the extra is not installed, or the address is not this machine's or taken.
@@ -70,7 +70,6 @@ def serve(address: str, board: Board, watch: Callable[[], None], *, stop: thread
         try:
             watch()
         finally:
-            stop.set()
             board.close()
             server.should_exit = True
             thread.join(5.0)

@@ -43,9 +43,7 @@ class Page:
         self.browser, self._sights = browser, Sights()
         self.board, self._stop = Board(Archive()), threading.Event()
         self._up = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: serve("0", self.board, self._watch, stop=self._stop), name="page of the test"
-        )
+        self._thread = threading.Thread(target=lambda: serve("0", self.board, self._watch), name="page of the test")
         self.now = NOW
 
     def open(self, capfd: pytest.CaptureFixture[str], wait_until: WaitUntil) -> None:

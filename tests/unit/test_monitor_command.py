@@ -15,6 +15,7 @@ from support.records import CONTRACT, progress, seen
 
 from opendiloco.claims import Seen
 from opendiloco.config import Contract, SwarmConfig
+from opendiloco.errors import SwarmError
 from opendiloco.leave import Leave
 from opendiloco.monitor import command
 from opendiloco.monitor.command import run_monitor
@@ -110,3 +111,13 @@ def test_a_terminal_shows_as_much_as_it_has_lines(monkeypatch: pytest.MonkeyPatc
     assert watch(monkeypatch, Dht({"test": [CONTRACT]}, workers, looks=3)) == 0
     assert "more workers" in out.getvalue()
     assert "0000000039" not in out.getvalue()
+
+
+@pytest.mark.parametrize("form", [{"as_json": True}, {"web": "0"}, {}], ids=["json", "web", "terminal"])
+def test_the_end_of_the_network_is_no_leave(monkeypatch: pytest.MonkeyPatch, form: dict[str, Any]) -> None:
+    class CutOff(Dht):
+        def observe(self, run_id: str) -> dict[str, Seen]:
+            raise SwarmError("the network process of this peer has ended")
+
+    with pytest.raises(SwarmError, match="has ended"):
+        watch(monkeypatch, CutOff({"test": [CONTRACT]}, {}), **form)
