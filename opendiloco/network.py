@@ -46,9 +46,9 @@ from opendiloco.onlooker import Onlooker
 from opendiloco.participation import Participation
 from opendiloco.phase import PhaseReport
 from opendiloco.presence import REFRESH_S, Presence
-from opendiloco.recovery import Goal, Recoverer
+from opendiloco.recovery import Recoverer
 from opendiloco.rendezvous import Rendezvous
-from opendiloco.rounds import Position, Recovery, RoundOutcome, RoundRequest
+from opendiloco.rounds import Goal, Position, Recovery, RoundOutcome, RoundRequest
 from opendiloco.shared import map_vectors
 from opendiloco.tally import gather_parts
 from opendiloco.teller import Teller
@@ -98,6 +98,7 @@ class PeerProcess(Onlooker):
             peer=presence.peer,
             connect=self._connect_donor,
             find_goal=self._find_goal,
+            doubt=presence.doubt,
             announced_hash=presence.announced_hash,
             remember=self._donor.remember,
             history=self._donor.history,

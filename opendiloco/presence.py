@@ -13,15 +13,15 @@ from opendiloco.agreement import Agreement, state_hashes, usual_hash
 from opendiloco.claims import Progress, told_after
 from opendiloco.config import Contract, SwarmConfig
 from opendiloco.connect import TRANSPORT_ERRORS
+from opendiloco.doubts import Doubts
 from opendiloco.errors import OpendilocoError, SettingsError
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.heartbeat import Heartbeat
 from opendiloco.lobby import Outlook
 from opendiloco.membership import Membership
 from opendiloco.phase import PhaseReport, Watch
-from opendiloco.recovery import Goal
-from opendiloco.rounds import Position, group_key
-from opendiloco.sight import heaviest, in_sight, missing_line, phase_of_others, start_line
+from opendiloco.rounds import Goal, Position, group_key
+from opendiloco.sight import heaviest, in_sight, is_alike, missing_line, phase_of_others, start_line
 
 CONTRACT_BEATS = 5  # between two looks whether enough copies of the contract are there
 REFRESH_S = 0.25  # shortest time between two looks at the DHT, of a small swarm
@@ -51,7 +51,7 @@ class Presence:
         """Whether the run's first round may start, or has long started."""
         self.inner_s = self.exchange_s = 0.0
         """Length of the last inner phase, and of the last all-reduce."""
-        self._is_late = False
+        self._is_late, self._doubts = False, Doubts()
         self._refusal: SettingsError | None = None
         self._membership, self._config, self._reconnect = membership, config, reconnect
         self._peer = membership.identity.peer_id
@@ -257,8 +257,12 @@ class Presence:
         return {peer: record.shards for peer, record in self._alike().items()}
 
     def goal(self, position: Position) -> Goal | None:
-        """The heaviest lineage in sight, if it is heavier than that of `position`."""
-        return heaviest(self._alike(), position)
+        """The heaviest lineage in sight that is not doubted, if it is heavier than that of `position`."""
+        return heaviest(self._doubts.without(self._alike()), position)
+
+    def doubt(self, place: Position, reason: str) -> bool:
+        """See `Doubts.about`."""
+        return self._doubts.about(self._alike(), place, reason)
 
     def behind(self) -> list[str]:
         """Live peers that got this worker's last round and have not announced it yet."""
@@ -276,7 +280,7 @@ class Presence:
     def lost_round(self) -> int:
         """The round that the run had reached when this worker, which would begin it anew, saw it first; else 0."""
         seen = () if self._own.round else (*self._membership.left.values(), *self._membership.reached)
-        return max((one.round for one in seen if self._is_like_own(one) and one.committed_tokens > 0), default=0)
+        return max((one.round for one in seen if is_alike(one, self._own) and one.committed_tokens > 0), default=0)
 
     def announced_hash(self, position: Position) -> str | None:
         """The hash that most others announce for the state at `position`."""
@@ -288,10 +292,7 @@ class Presence:
         return phase_of_others(self._membership.view, self._own, self.contract, now=time.time())
 
     def _alike(self) -> dict[str, Progress]:
-        return {peer: record for peer, record in self._membership.view.items() if self._is_like_own(record)}
-
-    def _is_like_own(self, record: Progress) -> bool:
-        return record.contract == self._own.contract and record.layout == self._own.layout
+        return {peer: record for peer, record in self._membership.view.items() if is_alike(record, self._own)}
 
     def awaited(self) -> str:
         """Whom this worker's round waits for, in words."""

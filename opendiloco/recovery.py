@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from opendiloco.fetcher import Connect, Fetcher
 from opendiloco.forks import GivenUp, given_up
 from opendiloco.outer import OuterState, outer_step, params_hash
 from opendiloco.roundlog import LogEntry
-from opendiloco.rounds import Position, Recovery
+from opendiloco.rounds import Goal, Position, Recovery
 from opendiloco.spare import Spare
 from opendiloco.wire import WireError
 
@@ -40,14 +40,6 @@ HASH_WAIT_S = 20.0
 POLL_S = 0.25
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Goal:
-    """The heaviest lineage in sight, and who has it."""
-
-    position: Position
-    donors: tuple[str, ...]
 
 
 class _Failed(Exception):
@@ -66,6 +58,7 @@ class Recoverer:
         peer: str,
         connect: Connect,
         find_goal: Callable[[Position], Awaitable[Goal | None]],
+        doubt: Callable[[Position, str], bool],
         announced_hash: Callable[[Position], str | None],
         remember: Callable[[LogEntry, list[memoryview]], None],
         history: Callable[[str], list[tuple[int, str]]],
@@ -77,6 +70,7 @@ class Recoverer:
         Args:
             peer: this worker.
             find_goal: where the swarm is, if not here.
+            doubt: passes over those who claim a place, for a reason; see `Doubts.about`.
             announced_hash: what others say of a state.
             history: the logged rounds that led to a lineage, newest first, each with the lineage before it.
             folder: takes this worker's own state while another one is fetched.
@@ -85,14 +79,15 @@ class Recoverer:
         self._peer, self._history = peer, history
         self._folder, self._patience_s = folder, patience_s
         self._codec, self._outer = codec, outer
-        self._find_goal, self._announced_hash, self._remember = find_goal, announced_hash, remember
+        self._find_goal, self._doubt = find_goal, doubt
+        self._announced_hash, self._remember = announced_hash, remember
         self._vectors = [vectors[name] for name in STATE_VECTORS]
         self._inner = [vectors[name] for name in INNER_VECTORS if name in vectors]
         self._average = vectors["average"]
         self._numel = self._average.numel()
         self._new_fetcher = partial(Fetcher, connect, codec, self._average, [*self._vectors, *self._inner])
         self._fetcher = self._new_fetcher()
-        self._way: tuple[Position, int] | None = None
+        self._way: tuple[Position, Position] | None = None
 
     @property
     def progress(self) -> str:
@@ -102,7 +97,7 @@ class Recoverer:
         position, goal = self._way
         here = f"of round {position.round}" if position.lineage else "of no use"
         received = f"{self._fetcher.received_bytes / 1e6:.1f} MB have been fetched"
-        return f"this worker catches up: the swarm is at round {goal}, its own state is {here}, {received}"
+        return f"this worker catches up: the swarm is at round {goal.round}, its own state is {here}, {received}"
 
     async def catch_up(self, start: Position, holders: Sequence[str] = ()) -> Recovery:
         """Move the state from `start` to the head; returns where that is and what it took.
@@ -142,9 +137,8 @@ class Recoverer:
                 logger.warning("recovery starts over: %s", failure)
                 position = await asyncio.to_thread(self._go_back)
                 if attempts >= MAX_ATTEMPTS and (not position.lineage or time.monotonic() > give_up):
-                    raise SwarmError(
-                        f"the state of the run could not be fetched ({failure}): start this worker again"
-                    ) from None
+                    self._pass_over(failure)
+                    attempts = 0
                 await asyncio.sleep(PAUSE_S)
                 continue
             return Recovery(
@@ -158,6 +152,13 @@ class Recoverer:
                 is_given_up_exact=self._given_up.is_exact,
                 has_own_work=self._has_own_work,
             )
+
+    def _pass_over(self, failure: _Failed) -> None:
+        """Give up what all attempts were about; raises SwarmError where this worker must not go on without it."""
+        if self._way is None or not self._doubt(self._way[1], str(failure)):
+            raise SwarmError(
+                f"the state of the run could not be fetched ({failure}): start this worker again"
+            ) from None
 
     def _go_back(self) -> Position:
         """The place where the state was whole before another one was fetched; where it is lost, one that is of no use.
@@ -179,7 +180,7 @@ class Recoverer:
     async def _approach(self, position: Position) -> Position:
         """Replay or fetch until nobody is ahead."""
         while (goal := await self._find_goal(position)) is not None:
-            self._way = position, goal.position.round
+            self._way = position, goal.position
             following = None
             if position.lineage and self._is_replay_cheaper(goal.position.round - position.round):
                 following = await self._replay_one(position, goal.donors)

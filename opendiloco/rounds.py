@@ -75,6 +75,14 @@ class Position:
     """How far they have read the text."""
 
 
+@dataclass(frozen=True)
+class Goal:
+    """The heaviest lineage in sight, and who has it."""
+
+    position: Position
+    donors: tuple[str, ...]
+
+
 def is_heavier(tokens: int, lineage: str, than_tokens: int, than_lineage: str) -> bool:
     """Whether one lineage wins over another: more committed tokens, ties by hash. Everybody decides the same."""
     return (tokens, lineage) > (than_tokens, than_lineage)

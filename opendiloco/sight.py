@@ -7,9 +7,14 @@ from collections.abc import Collection, Mapping
 from opendiloco.agreement import state_hashes, usual_hash
 from opendiloco.claims import FOLLOW, Progress
 from opendiloco.config import Contract
+from opendiloco.doubts import is_at
 from opendiloco.lobby import Candidate
-from opendiloco.recovery import Goal
-from opendiloco.rounds import Position, is_heavier, joining_s, joining_step
+from opendiloco.rounds import Goal, Position, is_heavier, joining_s, joining_step
+
+
+def is_alike(record: Progress, own: Progress) -> bool:
+    """Whether its worker trains the same."""
+    return record.contract == own.contract and record.layout == own.layout
 
 
 def heaviest(records: Mapping[str, Progress], than: Position) -> Goal | None:
@@ -19,14 +24,15 @@ def heaviest(records: Mapping[str, Progress], than: Position) -> Goal | None:
         return None
     if not is_heavier(best.committed_tokens, best.lineage, than.tokens, than.lineage):
         return None
+    place = Position(best.round, best.lineage, "", best.committed_tokens)
     hashes = state_hashes(records, best)
     usual = usual_hash(hashes.values())
     donors = [
         peer
         for peer, record in records.items()
-        if record.lineage == best.lineage and not record.client_mode and hashes.get(peer, usual) == usual
+        if is_at(record, place) and not record.client_mode and hashes.get(peer, usual) == usual
     ]
-    return Goal(Position(best.round, best.lineage, "", best.committed_tokens), tuple(donors))
+    return Goal(place, tuple(donors))
 
 
 def in_sight(

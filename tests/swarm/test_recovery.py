@@ -193,6 +193,36 @@ def test_a_newcomer_whose_donors_die_never_begins_with_a_part_of_their_state(
         recovering.result(60)
 
 
+@pytest.mark.parametrize("is_same_lineage", [False, True], ids=["a lineage of its own", "that of the others"])
+def test_a_claim_that_nobody_can_fetch_is_passed_over(
+    network: Network,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait_until: WaitUntil,
+    is_same_lineage: bool,
+) -> None:
+    monkeypatch.setattr("opendiloco.recovery.PAUSE_S", 0.2)
+    timing = {"heartbeat_s": 0.5, "expiry_s": 2.0}
+    workers = network.workers(2, contract=network.contract(2), size=SIZE, settings=timing)
+    play_rounds(network, workers, 2)
+    liar = network.peer(workers[0].addresses, heartbeat_s=5.0, expiry_s=200.0).open()
+    membership, honest = liar.process._membership, workers[0].process._presence._own
+    lie = {"round": 2**40, "committed_tokens": 2**60} | ({} if is_same_lineage else {"lineage": "9" * 64})
+    membership.run_id = "test"
+    assert network.run(membership.announce(honest.model_copy(update=lie)))
+    wait_until(lambda: all(peer.process._presence.ahead() is not None for peer in workers), "they believe it")
+
+    recoveries = [network.start(peer.process.catch_up()) for peer in workers]
+    for peer, recovery in zip(workers, recoveries, strict=True):
+        assert recovery.result(60).position == replace(peer.position, params_hash="")
+    assert f"could not be fetched (every donor failed before all chunks were there): {liar.peer_id}" in caplog.text
+    play_rounds(network, workers, 1)
+
+    newcomer, joining = join(network, workers)
+    assert joining.result(60).position.lineage == workers[0].position.lineage
+    assert torch.equal(newcomer.vectors["theta"], workers[0].vectors["theta"])
+
+
 def give_no_more_than(chunks: int, donors: list[Peer]) -> Future[None]:
     """Donors that fall silent after so many chunks of all of them; the result comes with the first one too many."""
     left, asked = [chunks], Future[None]()

@@ -13,8 +13,8 @@ logs metrics scalars sinks trackers shared guard background leave ready addresse
 roundlog checkpoint progress hub files text tokenizer sequences mixture prefetch reader tokens
 presets pretrained trained model generation separation loss compute lossscale optimizers inner precheck
 evaluate harness export ranks replica averager contribution
-membership tally agreement wire dialback uplink connect pace reducer allreduce lobby donor fetcher forks spare recovery
-heartbeat teller health sight presence rendezvous groups participation channel onlooker network peer swarm
+membership tally agreement wire dialback uplink connect pace reducer allreduce lobby donor fetcher forks spare doubts
+recovery heartbeat teller health sight presence rendezvous groups participation channel onlooker network peer swarm
 bootstrap report schedule loop standing diloco callback display evaluator phaselog worker
 folder trainer plan simulated simulate processes demo
 monitor.__init__ monitor.sights monitor.troubles monitor.snapshot monitor.events monitor.history monitor.archive
