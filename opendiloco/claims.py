@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.ledger import MAX_READINGS
@@ -74,6 +74,12 @@ class Progress(Claim):
     """Of the training text: leased to this worker for as long as the record lives; see `leases`."""
     evaluated: Annotated[list[ToldPart], Field(max_length=MAX_PARTS)] = []
     """Its parts of the last evaluations that several workers shared."""
+
+    @model_validator(mode="after")
+    def _begins_with_nothing(self) -> Self:
+        if self.round == 0 and self.committed_tokens > 0:  # it would win over all others, and there is nothing to fetch
+            raise ValueError("tokens before the first round")
+        return self
 
 
 def told_after(told: Sequence[ToldPart], part: EvaluationPart) -> list[ToldPart]:

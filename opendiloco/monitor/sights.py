@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opendiloco.claims import MAX_LIFETIME_S, Progress, Seen, Told
+from opendiloco.claims import FOLLOW, MAX_LIFETIME_S, Progress, Seen, Told
 from opendiloco.config import Contract
 
 FORGET_S = 3600.0
@@ -84,9 +84,13 @@ def with_contract(sights: Mapping[str, Sight], digest: str) -> dict[str, Sight]:
 
 
 def head_of(sights: Mapping[str, Sight]) -> Progress | None:
-    """The record of the lineage that wins: with most committed tokens, ties by hash."""
-    records = [sight.progress for sight in sights.values()]
-    return max(records, key=lambda record: (record.committed_tokens, record.lineage), default=None)
+    """The record of the heaviest place that half of the workers have reached, those who catch up left aside.
+
+    One of them may claim what it likes: the others pass it over where they cannot have that from it.
+    """
+    records = sorted((sight.progress for sight in sights.values()), key=lambda one: (one.committed_tokens, one.lineage))
+    at_work = [record for record in records if record.state not in FOLLOW and record.round > 0] or records
+    return at_work[len(at_work) // 2] if at_work else None
 
 
 def _can_be(progress: Progress, rounds: Mapping[str, int]) -> bool:

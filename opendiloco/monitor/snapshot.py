@@ -49,7 +49,7 @@ class Snapshot:
     run: dict[str, Any]
     """id, digest of the contract, rounds, inner_steps, model, codec."""
     round: int
-    """Committed, on the lineage that is followed."""
+    """Committed: see `sights.head_of`."""
     lineage: str
     committed_tokens: int
     workers: int

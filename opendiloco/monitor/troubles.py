@@ -13,7 +13,9 @@ from opendiloco.claims import FOLLOW, Progress
 from opendiloco.config import Contract
 from opendiloco.monitor.sights import RECENT, Sight, followed, head_of, with_contract
 
-Kind = Literal["nobody", "contracts", "split", "replicas", "behind", "straggler", "clock", "silent", "versions"]
+Kind = Literal[
+    "nobody", "contracts", "split", "replicas", "behind", "straggler", "clock", "silent", "ahead", "versions"
+]
 
 MAX_SKEW_S = 2.0
 """Between a worker's clock and this one. A DHT refuses records that are off by more than about three seconds."""
@@ -45,7 +47,7 @@ def troubles(contracts: Sequence[Contract], sights: Mapping[str, Sight], now: fl
     yield from _replicas(there)
     yield from _clocks(there)
     yield from _silent(with_contract(sights, contract), now)
-    yield from _behind(there)
+    yield from _apart(there)
     yield from _stragglers(there, now)
     yield from _versions(there)
 
@@ -115,11 +117,25 @@ def _silent(sights: Mapping[str, Sight], now: float) -> Iterator[Trouble]:
             )
 
 
-def _behind(there: Mapping[str, Sight]) -> Iterator[Trouble]:
+def _apart(there: Mapping[str, Sight]) -> Iterator[Trouble]:
+    """Workers that are rounds away from most."""
     head = head_of(there)
-    late = tuple(peer for peer, sight in there.items() if head and sight.progress.round <= head.round - BEHIND_ROUNDS)
-    if head and late:
+    if head is None:
+        return
+    records = {peer: sight.progress for peer, sight in there.items()}
+    late = tuple(peer for peer, record in records.items() if record.round <= head.round - BEHIND_ROUNDS)
+    if late:
         yield Trouble("behind", f"{_count(late)} missed {BEHIND_ROUNDS} rounds or more, of {head.round}", late)
+    ahead = tuple(
+        peer
+        for peer, record in records.items()
+        if record.committed_tokens > head.committed_tokens and record.round >= head.round + BEHIND_ROUNDS
+    )
+    if ahead:
+        said = (
+            f"{_count(ahead)} {BEHIND_ROUNDS} rounds or more that most do not have: they are cut off, or it is no truth"
+        )
+        yield Trouble("ahead", said, ahead)
 
 
 def _stragglers(there: Mapping[str, Sight], now: float) -> Iterator[Trouble]:

@@ -287,6 +287,7 @@ def test_progress_of_a_later_version_may_say_more() -> None:
         {"shards": ["1"]},
         {"shards": list(range(33))},
         {"params_hash": b"d" * 64},
+        {"round": 0, "committed_tokens": 1},
     ],
     ids=str,
 )

@@ -174,6 +174,14 @@ def test_the_first_look_at_a_worker_goes_by_when_its_record_was_made(made_s: flo
     assert row.last_seen_s == seen_s
 
 
+def test_one_worker_that_claims_to_be_far_ahead_does_not_lead() -> None:
+    lie = progress(round=8, hashed_round=8, lineage="8" * 64, committed_tokens=2**60)
+    catches_up = progress(round=1, hashed_round=1, lineage="1" * 64, committed_tokens=1000, state="following")
+    workers = {"a": seen(), "b": seen(), "c": seen(catches_up), "d": seen(catches_up), "liar": seen(lie)}
+    assert (look(workers).round, look(workers).lineage) == (3, "3" * 64)
+    assert troubles(workers) == [("behind", ("c", "d")), ("ahead", ("liar",))]
+
+
 def test_a_worker_that_falls_silent_is_told_of_and_one_that_left_is_not() -> None:
     sights = Sights()
     sights.look({"a": seen(), "b": seen(), "c": seen()}, NOW, [CONTRACT])
