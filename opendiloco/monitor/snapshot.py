@@ -49,7 +49,7 @@ class Snapshot:
     run: dict[str, Any]
     """id, digest of the contract, rounds, inner_steps, model, codec."""
     round: int
-    """Committed: see `sights.head_of`."""
+    """Committed: see `sights.head_of`. Where nobody is there, as far as those had come who were."""
     lineage: str
     committed_tokens: int
     workers: int
@@ -77,7 +77,7 @@ def snapshot(contracts: Sequence[Contract], sights: Mapping[str, Sight], now: fl
     contract = followed(contracts, sights, now)
     ours = with_contract(sights, contract.digest)
     there = {peer: sight for peer, sight in ours.items() if not sight.is_gone(now)}
-    head = head_of(there)
+    head = head_of(there or ours)
     training = [sight.progress.expected_finish for sight in there.values() if sight.progress.state == "training"]
     return Snapshot(
         time=now,

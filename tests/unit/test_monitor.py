@@ -174,6 +174,11 @@ def test_the_first_look_at_a_worker_goes_by_when_its_record_was_made(made_s: flo
     assert row.last_seen_s == seen_s
 
 
+def test_where_everybody_has_gone_it_says_how_far_they_came() -> None:
+    shown = look({"a": seen(progress(state="left")), "b": seen(until=NOW - 5)})
+    assert (shown.workers, shown.round, shown.lineage) == (0, 3, "3" * 64)
+
+
 def test_one_worker_that_claims_to_be_far_ahead_does_not_lead() -> None:
     lie = progress(round=8, hashed_round=8, lineage="8" * 64, committed_tokens=2**60)
     catches_up = progress(round=1, hashed_round=1, lineage="1" * 64, committed_tokens=1000, state="following")
