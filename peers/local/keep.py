@@ -22,13 +22,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DONE, UNKNOWN, WRONG_SETTINGS = 0, 1, 64
-PAUSE_S = float(os.environ.get("KEEP_PAUSE_S", "5"))
-"""Before the first new start; it doubles each time, up to MOST_S, and begins anew after a run of MOST_S."""
-MOST_S = float(os.environ.get("KEEP_MOST_S", "300"))
+MAX_S = 86400
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_FILE = "OPENDILOCO_EXIT_FILE"
 FIRST = "0"
 """The process that is the worker; others of torchrun's help it to compute."""
+
+
+class Misused(Exception):
+    """This program cannot begin with what it was given; the message says what, and the cure."""
 
 
 class Keeper:
@@ -47,7 +49,7 @@ class Keeper:
         self._exit_file.write_text("")
         environment = {**os.environ, EXIT_FILE: str(self._exit_file)}
         # in a group of its own: Ctrl-C in a terminal comes from here
-        with subprocess.Popen(command, process_group=0, env=environment) as child:
+        with _start(command, environment) as child:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             self._child = child
             if self.leaving.is_set():  # asked before there was anybody to hand it on to
@@ -55,13 +57,22 @@ class Keeper:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             code = child.wait()
             self._child = None
-        told = dict(line.split() for line in self._exit_file.read_text().splitlines())
+        lines = map(str.split, self._exit_file.read_text().splitlines())
+        told = {line[0]: line[1] for line in lines if len(line) == 2}  # a disk that is full may cut one off
         return meaning(code if code >= 0 else 128 - code, told, asked=self.leaving.is_set())
 
     def _leave(self, number: int, frame: object) -> None:
         if self._child is not None:
             self._child.send_signal(number)
         self.leaving.set()
+
+
+def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, process_group=0, env=environment)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Misused(f"cannot run {command[0]}: {reason}: give a command that can be run") from None
 
 
 def meaning(code: int, told: Mapping[str, str], *, asked: bool) -> int:
@@ -89,24 +100,46 @@ def main(command: list[str]) -> int:
     if not command:
         print("usage: keep.py COMMAND [ARGUMENTS]", file=sys.stderr)
         return WRONG_SETTINGS
-    with tempfile.TemporaryDirectory(prefix="keep-") as folder:
-        return keep(command, Keeper(Path(folder) / "exit"))
+    try:
+        first_s, most_s = _seconds("KEEP_PAUSE_S", 5.0), _seconds("KEEP_MOST_S", 300.0)
+        with tempfile.TemporaryDirectory(prefix="keep-") as folder:
+            return keep(command, Keeper(Path(folder) / "exit"), first_s=first_s, most_s=most_s)
+    except Misused as error:
+        print(f"keep.py: {error}", file=sys.stderr)
+        return WRONG_SETTINGS
 
 
-def keep(command: list[str], keeper: Keeper) -> int:
-    """The same with a keeper."""
-    pause_s = PAUSE_S
+def _seconds(name: str, usual: float) -> float:
+    """What a variable says, up to a day."""
+    text = os.environ.get(name, "")
+    try:
+        seconds = float(text or usual)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_S:  # nor what is no number
+        raise Misused(f"{name} is {text}: give seconds from 0 to {MAX_S}")
+    return seconds
+
+
+def keep(command: list[str], keeper: Keeper, *, first_s: float, most_s: float) -> int:
+    """The same with a keeper.
+
+    Args:
+        first_s: before the first new start; it doubles each time, up to `most_s`.
+        most_s: after a run that took so long it begins anew.
+    """
+    pause_s = min(first_s, most_s)
     while True:
         began = time.monotonic()
         code = keeper.run(command)
         if code in (DONE, WRONG_SETTINGS) or keeper.leaving.is_set():
             return code
-        if time.monotonic() - began > MOST_S:
-            pause_s = PAUSE_S
+        if time.monotonic() - began > most_s:
+            pause_s = min(first_s, most_s)
         print(f"keep.py: ended with {code}, starts again in {pause_s:g} s", file=sys.stderr, flush=True)
         if keeper.leaving.wait(pause_s):
             return DONE
-        pause_s = min(MOST_S, 2 * pause_s)
+        pause_s = min(most_s, 2 * pause_s)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def test_a_recipe_names_files_that_are_there_and_ends_in_train(name: str) -> Non
     assert re.search(r"opendiloco train\b|\[\"train\", ", text)
 
 
-def keep(*command: str, pause_s: int = 0) -> subprocess.Popen[str]:
-    environment = {**os.environ, "KEEP_PAUSE_S": str(pause_s)}
+def keep(*command: str, **settings: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "KEEP_PAUSE_S": "0", **settings}
     return subprocess.Popen([str(KEEP), *command], stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -81,6 +81,21 @@ def ended_with(process: subprocess.Popen[str]) -> tuple[int, str]:
 @pytest.mark.parametrize("code", [0, 64])
 def test_a_peer_that_is_done_or_set_wrong_is_not_started_again(code: int) -> None:
     assert ended_with(keep(sys.executable, "-c", f"raise SystemExit({code})")) == (code, "")
+
+
+@pytest.mark.parametrize("name", ["KEEP_PAUSE_S", "KEEP_MOST_S"])
+@pytest.mark.parametrize("value", ["x", "-1", "nan", "inf", "1e9"])
+def test_a_pause_that_is_none_is_told_of_in_a_line(name: str, value: str) -> None:
+    wrong = f"keep.py: {name} is {value}: give seconds from 0 to 86400\n"
+    assert ended_with(keep(sys.executable, "-c", "raise SystemExit(75)", **{name: value})) == (64, wrong)
+
+
+def test_a_command_that_cannot_be_run_is_told_of_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for command in (str(tmp_path / "none"), str(tmp_path / "file"), str(tmp_path)):
+        code, errors = ended_with(keep(command))
+        assert (code, errors.count("\n")) == (64, 1)
+        assert errors.startswith(f"keep.py: cannot run {command}: ")
 
 
 @pytest.mark.parametrize("failure", ["raise SystemExit(75)", "raise SystemExit(1)", "os.kill(os.getpid(), 9)"])
@@ -152,7 +167,7 @@ def test_wrong_settings_are_known_through_torchrun(told: str, expected: int, sta
     [("0 began,0 75", 75), ("0 began", 1), ("", 1), ("0 began,1 75,0 0", 1)],  # the last: 1 is gone, nobody asked 0
 )
 def test_a_failure_under_torchrun_is_no_end(told: str, shown: int) -> None:
-    process = keep(sys.executable, "-c", TORCHRUN, "", told, "1", pause_s=100)
+    process = keep(sys.executable, "-c", TORCHRUN, "", told, "1", KEEP_PAUSE_S="100")
     assert process.stderr is not None
     assert f"ended with {shown}, starts again" in process.stderr.readline()
     process.terminate()
@@ -220,7 +235,7 @@ def test_under_nohup_the_end_of_the_terminal_is_no_request_to_leave(tmp_path: Pa
 
 
 def test_a_request_to_leave_during_a_pause_ends_it_at_once() -> None:
-    process = keep(sys.executable, "-c", "raise SystemExit(75)", pause_s=100)
+    process = keep(sys.executable, "-c", "raise SystemExit(75)", KEEP_PAUSE_S="100")
     assert process.stderr is not None
     assert "starts again in 100 s" in process.stderr.readline()
     process.terminate()
