@@ -144,7 +144,7 @@ def monitor(
     from opendiloco.settings import load_settings
 
     _state(context, debug)
-    settings = load_settings(None, peer, set_ or (), flags=_swarm_flags(peers, None))
+    settings = load_settings(None, peer, set_ or (), flags=_swarm_flags(peers, run_id))
     if json and web is not None:
         raise SettingsError("--json ends after one snapshot and --web serves a page: give one of them")
     from opendiloco.monitor.command import run_monitor

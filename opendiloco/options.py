@@ -61,7 +61,11 @@ Identity = Annotated[
 ]
 RunId = Annotated[
     str | None,
-    typer.Option("--run-id", metavar="NAME", help="Name of the run, setting run.id. Default: demo."),
+    typer.Option(
+        "--run-id",
+        metavar="NAME",
+        help="Name of the run, setting run.id. Default: the only one of the swarm; demo for one that is started here.",
+    ),
 ]
 Resume = Annotated[
     str | None,

@@ -110,8 +110,8 @@ class Recoverer:
         """
         self._fetcher = self._new_fetcher()
         self._replayed, self._full_state = 0, False
-        self._given_up, self._has_own_work = GivenUp(), False
-        self._start = start
+        self._given_up, self._has_own_work, self._was_false = GivenUp(), False, False
+        self._start, self._attempts = start, 0
         self._own: tuple[Position, Spare] | None = None
         try:
             return await self._catch_up(holders)
@@ -120,11 +120,10 @@ class Recoverer:
             self._let_go()
 
     async def _catch_up(self, holders: Sequence[str]) -> Recovery:
-        start, began = self._start, time.monotonic()
+        position, began = self._start, time.monotonic()
         give_up = began + self._patience_s()
-        position, attempts = start, 0
         if holders:
-            position = await self._replay_one(start, holders) or start
+            position = await self._replay_one(position, holders) or position
         while True:
             try:
                 position = await self._approach(position)
@@ -133,12 +132,12 @@ class Recoverer:
                 if self._full_state:
                     position = await self._confirm(position)
             except _Failed as failure:
-                attempts += 1
+                self._attempts += 1
                 logger.warning("recovery starts over: %s", failure)
                 position = await asyncio.to_thread(self._go_back)
-                if attempts >= MAX_ATTEMPTS and (not position.lineage or time.monotonic() > give_up):
+                if self._attempts >= MAX_ATTEMPTS and (not position.lineage or time.monotonic() > give_up):
                     self._pass_over(failure)
-                    attempts = 0
+                    self._attempts = 0
                 await asyncio.sleep(PAUSE_S)
                 continue
             return Recovery(
@@ -156,9 +155,7 @@ class Recoverer:
     def _pass_over(self, failure: _Failed) -> None:
         """Give up what all attempts were about; raises SwarmError where this worker must not go on without it."""
         if self._way is None or not self._doubt(self._way[1], str(failure)):
-            raise SwarmError(
-                f"the state of the run could not be fetched ({failure}): start this worker again"
-            ) from None
+            raise SwarmError(f"the state of the run could not be fetched ({failure}): start this worker again")
 
     def _go_back(self) -> Position:
         """The place where the state was whole before another one was fetched; where it is lost, one that is of no use.
@@ -192,10 +189,16 @@ class Recoverer:
                     self._given_up = await given_up(self._fetcher.fate_of, goal.donors, position, history)
                 if position.round and position.lineage and not self._full_state:  # this worker's own, and worth it
                     self._own = position, Spare([*self._vectors, *self._inner], self._folder)
-                position = await self._fetch_state(goal.donors[:MAX_DONORS])
+                position = await self._fetch_state(self._chosen(goal.donors))
                 if position.tokens < goal.position.tokens:
                     raise _Failed("the donors are behind what they announced")
         return position
+
+    def _chosen(self, donors: Sequence[str]) -> Sequence[str]:
+        """As many as help; once their chunks made a false state, one after the other: who gave what is not known."""
+        if not self._was_false or not donors:
+            return donors[:MAX_DONORS]
+        return [donors[self._attempts % len(donors)]]
 
     def _is_replay_cheaper(self, rounds: int) -> bool:
         """Than fetching theta and momentum; with int8 up to seven missed rounds are."""
@@ -209,6 +212,7 @@ class Recoverer:
             if announced is not None:
                 found = await asyncio.to_thread(params_hash, self._state(position, slice(None)))
                 if found != announced:
+                    self._was_false = True
                     raise _Failed(f"the state of round {position.round} has another hash than the swarm announced")
                 return replace(position, params_hash=found)
             await asyncio.sleep(POLL_S)

@@ -21,11 +21,10 @@ from opendiloco.leave import Leave, ends_in_order, hang_up
 from opendiloco.logs import setup_logging
 from opendiloco.monitor.archive import Archive
 from opendiloco.monitor.board import Board
-from opendiloco.monitor.door import parse_address
 from opendiloco.monitor.snapshot import Snapshot
 from opendiloco.monitor.terminal import View
 from opendiloco.monitor.watch import LOOK_S, Watch
-from opendiloco.monitor.web import serve
+from opendiloco.monitor.web import listen, serve
 from opendiloco.peer import Peer
 
 POLL_S = 0.5
@@ -50,8 +49,6 @@ def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: 
             "swarm.peers is empty: name a peer of the swarm to look at, with --peers ADDRESS (workers and bootstrap "
             "peers write theirs with --address-file)"
         )
-    if web is not None:
-        parse_address(web)
     stop, shown = threading.Event(), None
     numbers = (signal.SIGINT, signal.SIGTERM, *hang_up())
     previous = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}
@@ -60,6 +57,7 @@ def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: 
         for number, handler in previous.items():
             stack.callback(signal.signal, number, handler)
         stack.enter_context(setup_logging(None, console=True))
+        listener = stack.enter_context(contextlib.closing(listen(web))) if web is not None else None
         archive = stack.enter_context(contextlib.closing(Archive(out)))
         stack.enter_context(ends_in_order(stop.is_set))
         onlooker = stack.enter_context(Peer(observer, None, leaving=stop.is_set))
@@ -69,9 +67,9 @@ def run_monitor(config: SwarmConfig, *, run_id: str | None, as_json: bool, web: 
             shown = _first(watch, config.startup_timeout_s, run_id, stop)
             print(json.dumps(shown.to_json()), flush=True)
             archive.take(watch.workers, shown)
-        elif web is not None:
+        elif listener is not None:
             board = Board(archive)
-            serve(web, board, partial(keep_looking, watch, onlooker, stop, show=partial(_take, board, watch)))
+            serve(listener, board, partial(keep_looking, watch, onlooker, stop, show=partial(_take, board, watch)))
         else:
             _show_in_terminal(watch, archive, onlooker, stop)
     return INTERRUPTED if as_json and shown is None else 0

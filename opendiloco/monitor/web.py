@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.resources
+import importlib.util
 import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 PING_S = 15.0
+PACKAGES = ("starlette", "uvicorn", "plotly")
 MAX_STREAMS = 32
 """Browsers that follow at the same time."""
 MAX_CONNECTIONS = 128
@@ -35,60 +39,71 @@ MAX_CONNECTIONS = 128
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def serve(address: str, board: Board, watch: Callable[[], None]) -> None:
-    """Serve the page until `watch`, which runs in this thread, is over.
+@dataclass(frozen=True)
+class Listener:
+    """Where browsers come in."""
+
+    host: str
+    """As it was given."""
+    socket: socket.socket
+
+    @property
+    def url(self) -> str:
+        """Of the page."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.socket.getsockname()[1]}/"
+
+    def close(self) -> None:
+        """Nobody comes in any more."""
+        self.socket.close()
+
+
+def listen(address: str) -> Listener:
+    """Take `PORT` or `HOST:PORT`; browsers that come before the page is served wait.
 
     Raises:
         SettingsError: the extra is not installed, or the address is not this machine's or taken.
     """
-    try:
-        import plotly  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError:
-        raise SettingsError(
-            f"--web needs packages that are not there: {pip_install('starlette', 'uvicorn', 'plotly')}"
-        ) from None
     host, port = parse_address(address)
-    listener = _listen(host, port)
-    with contextlib.closing(listener):
-        config = uvicorn.Config(
-            make_app(board, local_name=host if is_loopback(listener.getsockname()[0]) else None),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=1,
-            limit_concurrency=MAX_CONNECTIONS,
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="web page", daemon=True)
-        thread.start()
-        shown = f"[{host}]" if ":" in host else host
-        print(
-            f"http://{shown}:{listener.getsockname()[1]}/ shows the swarm; Ctrl-C ends it", file=sys.stderr, flush=True
-        )
-        try:
-            watch()
-        finally:
-            board.close()
-            server.should_exit = True
-            thread.join(5.0)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    if any(importlib.util.find_spec(package) is None for package in PACKAGES):
+        raise SettingsError(f"--web needs packages that are not there: {pip_install(*PACKAGES)}")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(16)  # whoever comes before the server is up waits
-    except (OSError, OverflowError) as error:
+        listener.listen(16)
+    except (OSError, TypeError, ValueError) as error:  # of a host that no name server would take, too
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise SettingsError(
             f"--web {host}:{port}: {reason}: choose another port, or an address of this machine"
         ) from None
-    return listener
+    return Listener(host, listener)
+
+
+def serve(listener: Listener, board: Board, watch: Callable[[], None]) -> None:
+    """Serve the page until `watch`, which runs in this thread, is over."""
+    import uvicorn
+
+    is_local = is_loopback(listener.socket.getsockname()[0])
+    config = uvicorn.Config(
+        make_app(board, local_name=listener.host if is_local else None),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        limit_concurrency=MAX_CONNECTIONS,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener.socket])), name="web page", daemon=True)
+    thread.start()
+    print(f"{listener.url} shows the swarm; Ctrl-C ends it", file=sys.stderr, flush=True)
+    try:
+        watch()
+    finally:
+        board.close()
+        server.should_exit = True
+        thread.join(5.0)
 
 
 def make_app(board: Board, *, local_name: str | None) -> Any:
@@ -198,6 +213,4 @@ async def _stream(board: Board, since: int) -> AsyncIterator[bytes]:
 
 def plotly_script() -> bytes:
     """plotly.js, as the package brings it."""
-    import importlib.resources
-
     return (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()

@@ -22,7 +22,7 @@ from opendiloco.monitor.board import Board
 from opendiloco.monitor.sights import Sights
 from opendiloco.monitor.snapshot import snapshot
 from opendiloco.monitor.troubles import Trouble
-from opendiloco.monitor.web import serve
+from opendiloco.monitor.web import listen, serve
 
 if TYPE_CHECKING:
     from support.waiting import WaitUntil
@@ -43,7 +43,10 @@ class Page:
         self.browser, self._sights = browser, Sights()
         self.board, self._stop = Board(Archive()), threading.Event()
         self._up = threading.Event()
-        self._thread = threading.Thread(target=lambda: serve("0", self.board, self._watch), name="page of the test")
+        self._listener = listen("0")
+        self._thread = threading.Thread(
+            target=lambda: serve(self._listener, self.board, self._watch), name="page of the test"
+        )
         self.now = NOW
 
     def open(self, capfd: pytest.CaptureFixture[str], wait_until: WaitUntil) -> None:
@@ -56,6 +59,7 @@ class Page:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        self._listener.close()
 
     def _watch(self) -> None:
         self._stop.wait()

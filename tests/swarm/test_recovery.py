@@ -223,6 +223,22 @@ def test_a_claim_that_nobody_can_fetch_is_passed_over(
     assert torch.equal(newcomer.vectors["theta"], workers[0].vectors["theta"])
 
 
+@pytest.mark.parametrize("liar", [0, 1, 2])
+def test_a_donor_whose_state_is_not_what_it_announced_is_found_out(
+    network: Network, monkeypatch: pytest.MonkeyPatch, liar: int
+) -> None:
+    monkeypatch.setattr("opendiloco.recovery.PAUSE_S", 0.2)
+    workers = network.workers(3, contract=network.contract(2), size=SIZE)
+    play_rounds(network, workers, 10)  # more than are cheaper to replay
+    workers[liar].vectors["theta"].add_(1.0)
+    newcomer, joining = join(network, workers)
+    recovery = joining.result(60)
+    assert recovery.full_state
+    honest = workers[liar - 1]
+    assert all(torch.equal(newcomer.vectors[name], honest.vectors[name]) for name in STATE)
+    assert len(recovery.donors) == 1
+
+
 def give_no_more_than(chunks: int, donors: list[Peer]) -> Future[None]:
     """Donors that fall silent after so many chunks of all of them; the result comes with the first one too many."""
     left, asked = [chunks], Future[None]()

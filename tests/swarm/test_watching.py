@@ -170,4 +170,8 @@ def test_what_cannot_be_shown_is_told_with_the_cure(network: Network, capfd: pyt
     assert "give one of them" in fail(64, "--json", "--web", "0", *there)
     assert "no run x has appeared" in fail(75, "--json", "--run-id", "x", "--set", "swarm.startup_timeout_s=1", *there)
     assert "give PORT or HOST:PORT" in fail(64, "--web", "here", *there)
-    assert "choose another port" in fail(64, "--web", "192.0.2.1:0", *there)
+    nowhere = ["--peers", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWSu8ReDS9CSCPqdHN8snxzrmXnwGa7U3bhajZvjmdBZdt"]
+    for host in ("192.0.2.1", "\xe9..x", "a" * 70, "no such host", "::zz"):  # told before a swarm is looked for
+        assert "choose another port" in fail(64, "--web", f"{host}:0", *nowhere)
+    for name in ("", " ", "\x1b[2J", "../x", "x" * 65):
+        assert "--run-id" in fail(64, "--run-id", name, *nowhere)
