@@ -23,6 +23,7 @@ COLOURS = {
     "left": "bright_black",
     "silent": "red",
 }
+MAX_CELL = 12  # characters: what one worker says leaves room for the others
 GONE_S = 300.0
 """For so long workers that have gone are shown."""
 ID_LETTERS = 10
@@ -99,8 +100,8 @@ def _warning(trouble: Trouble) -> Text:
 
 def _table(shown: Snapshot) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
-    for name in ("worker", "state"):
-        table.add_column(name, no_wrap=True)
+    for name, width in (("worker", 10), ("state", 9)):
+        table.add_column(name, no_wrap=True, min_width=width)
     for name in ("round", "phase", "tokens/s", "Mbit/s", "loss", "version", "seen"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in sorted(shown.peers, key=_is_gone):
@@ -124,7 +125,8 @@ def _cells(row: WorkerRow) -> list[Text]:
         f"{duration(row.last_seen_s)} ago",
     ]
     peer = short(row.peer) + (" (client)" if row.client_mode else "")
-    return [Text(peer), Text(row.state, COLOURS.get(row.state, "")), Text(str(row.round)), *map(Text, cells)]
+    cropped = [Text(cell if len(cell) <= MAX_CELL else f"{cell[: MAX_CELL - 1]}…") for cell in (str(row.round), *cells)]
+    return [Text(peer), Text(row.state, COLOURS.get(row.state, "")), *cropped]
 
 
 def duration(seconds: float) -> str:

@@ -258,6 +258,14 @@ def test_the_terminal_shows_text_of_others_as_text() -> None:
     assert "a" * 10 in out.getvalue()
 
 
+def test_what_one_worker_says_leaves_room_for_the_others() -> None:
+    boasts = seen(progress(tokens_per_s=1e12), told(told_round(loss=1e4), version="9" * 32, bandwidth=1e12))
+    lines = on_terminal(look({"a" * 10: seen(tells=told(told_round())), "b" * 10: boasts}), height=24)
+    (row,) = (line for line in lines if line.startswith("a" * 10))
+    assert row.split()[:5] == ["a" * 10, "training", "3", "50%", "100"]
+    assert row.endswith("1 s ago")
+
+
 def on_terminal(shown: Snapshot, *, height: int, width: int = 100) -> list[str]:
     """Lines of a terminal that shows nothing else."""
     out = io.StringIO()
