@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a fi
 import psutil
 
 from benchmarks.common import BenchmarkError
+from opendiloco.processes import leave_with
 
 LIMIT_S = 120.0
 POLL_S = 0.05
@@ -150,6 +153,7 @@ class NoiseWorker:
                 stdout=out,
                 stderr=errors,
                 start_new_session=True,
+                preexec_fn=partial(leave_with, os.getpid()),
             )
 
     @property

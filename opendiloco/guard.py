@@ -25,10 +25,18 @@ import time
 from pathlib import Path
 
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PREFIX = "opendiloco-"
 FDS_VARIABLE = "OPENDILOCO_FDS"
 """Environment variable that lists the descriptors which the guard passes on to COMMAND."""
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def leave_with_parent() -> None:
+    """This process gets SIGTERM when the thread that started it has ended, be it by SIGKILL."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def guard_command(command: list[str]) -> list[str]:
@@ -109,7 +117,7 @@ def _wait_for_end(child: int, owner: int) -> bool:
 def main() -> int:
     command = sys.argv[1:]
     owner = os.pidfd_open(os.getppid())
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # only the owner's end ends the guard; not inherited, unlike SIG_IGN
     inherited = [int(fd) for fd in os.environ.get(FDS_VARIABLE, "").split(",") if fd]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import shutil
@@ -36,7 +35,7 @@ from opendiloco.donor import Donor
 from opendiloco.errors import SwarmError
 from opendiloco.evaluation import EvaluationPart
 from opendiloco.groups import Groups
-from opendiloco.guard import runtime_dir
+from opendiloco.guard import leave_with_parent, runtime_dir
 from opendiloco.identity import Identity
 from opendiloco.leases import Leases
 from opendiloco.ledger import Reading
@@ -56,7 +55,6 @@ from opendiloco.wire import Stream
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 LAST_ROUND_LIMIT_S = 120.0  # for others to get what this peer has, before it ends
 
 
@@ -273,7 +271,7 @@ async def _run(connection: Connection, memory: int) -> NoReturn:
     loop, parent = asyncio.get_running_loop(), os.getppid()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, peer.failed.set)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # nobody would clean up without the guard
+    leave_with_parent()  # the guard: nobody else would clean up
     endings = {loop.create_task(answer_calls(connection, peer)), loop.create_task(peer.failed.wait())}
     try:
         ended, _ = await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)

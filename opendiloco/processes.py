@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from opendiloco.guard import leave_with_parent
 from opendiloco.leave import hang_up
 
 GUARD_LIMIT_S = 4.0  # more than a guard gives what is below it
@@ -67,6 +69,7 @@ class Processes:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=partial(leave_with, os.getpid()),
             )
         process = Process(name, folder, popen)
         self._started.append(process)
@@ -89,6 +92,13 @@ class Processes:
         for guard in guards:
             select.select([guard], [], [], max(0.0, give_up - time.monotonic()))
             os.close(guard)
+
+
+def leave_with(starter: int) -> None:
+    """In a process that the main thread of `starter` forks: it gets SIGTERM when that has ended, be it by SIGKILL."""
+    leave_with_parent()
+    if os.getppid() != starter:
+        os._exit(1)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NoReturn
 
 PR_SET_NAME = 15
@@ -39,6 +39,7 @@ class Popen:
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
+        preexec_fn: Callable[[], None] | None = None,
     ) -> None:
         self.returncode: int | None = None
         self.stdin: IO[bytes] | None = None
@@ -47,6 +48,8 @@ class Popen:
         if self.pid == 0:
             if start_new_session:
                 os.setsid()
+            if preexec_fn is not None:
+                preexec_fn()
             files = [theirs, *(file.fileno() if file else number for number, file in ((1, stdout), (2, stderr)))]
             _begin(files, pass_fds, dict(os.environ if env is None else env))
             run_python(*command[1:])

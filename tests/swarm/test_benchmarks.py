@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from benchmarks import bench_join, bench_kill, bench_moments, bench_worker
 
 if TYPE_CHECKING:
     from support.noisy import RunBenchmark
+
+
+BENCHMARK = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from benchmarks.noise import NoiseWorker
+host = SimpleNamespace(prefix=[], settings={"host_maddrs": ["/ip4/127.0.0.1/tcp/0"]})
+worker = NoiseWorker(Path(sys.argv[1]) / "worker", host, values=1000, workers=1, inner_s=1.0)
+worker.start([])
+while not worker.addresses:
+    worker.lines()
+    time.sleep(0.05)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_is_left_of_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BENCHMARK, str(tmp_path)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
+    ) as benchmark:
+        assert benchmark.stdout is not None
+        assert benchmark.stdout.readline() == b"up\n"
+        started = psutil.Process(benchmark.pid).children(recursive=True)
+        assert len(started) >= 4  # worker, guard, network process, daemon
+        benchmark.kill()
+    _, left = psutil.wait_procs(started, timeout=20)
+    assert not left
 
 
 def test_the_benchmark_of_kills_ends_with_survivors_of_one_mind(run_benchmark: RunBenchmark) -> None:

@@ -91,6 +91,15 @@ def test_demo_stops_when_asked_even_if_started_with_interrupts_ignored(
     assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_nothing_is_left_of_a_demo_that_is_killed(start: Start, wait_until: WaitUntil) -> None:
+    demo = start("--workers", "2", "--set", "inner.steps=2000", rounds=100)
+    wait_until((demo.folder / "demo" / "worker-0" / "metrics.jsonl").exists, "training begins", limit_s=LIMIT_S)
+    started = psutil.Process(demo.popen.pid).children(recursive=True)
+    demo.popen.kill()
+    _, left = psutil.wait_procs(started, timeout=STOP_LIMIT_S)
+    assert not left
+
+
 def test_what_must_be_killed_is_gone_with_all_that_it_started_once_stopping_is_over(
     tmp_path: Path, wait_until: WaitUntil
 ) -> None:
