@@ -76,6 +76,8 @@ class Archive:
             return History()
         path = self._folder / f"history-{run_id}-{contract[:12]}.jsonl"
         earlier: list[Event] = []
+        if path.exists() and not path.is_file():
+            raise SettingsError(f"{path} is no regular file: choose another --out")
         try:
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_READ_BYTES))
@@ -137,6 +139,7 @@ class _File:
         lines, count = history.after(0)
         part = self._path.with_suffix(".part")
         try:
+            part.unlink(missing_ok=True)  # whatever it is
             part.write_bytes(_joined(lines))
             part.replace(self._path)
         except OSError:

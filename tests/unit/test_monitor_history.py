@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -261,6 +261,18 @@ def test_a_folder_that_cannot_be_written_is_told_of_with_the_cure(start: Start, 
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match="choose another --out"):
         Archive(tmp_path / "file")
-    (tmp_path / f"history-test-{CONTRACT.digest[:12]}.jsonl").mkdir()
-    with pytest.raises(SettingsError, match=r"cannot read .*: choose another --out"):
-        start(tmp_path).look(a=at(NOW))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full")])
+@pytest.mark.parametrize("suffix", [".jsonl", ".part"])
+def test_what_is_no_file_is_not_waited_for(
+    start: Start, tmp_path: Path, make: Callable[[Path], None], suffix: str
+) -> None:
+    make(tmp_path / f"history-test-{CONTRACT.digest[:12]}{suffix}")
+    watcher = start(tmp_path)
+    if suffix == ".jsonl" or make is Path.mkdir:
+        with pytest.raises(SettingsError, match="choose another --out"):
+            watcher.look(a=at(NOW))
+    else:
+        watcher.look(a=at(NOW))
+        assert Path("/dev/full").exists()
