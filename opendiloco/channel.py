@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from opendiloco.errors import SwarmError
@@ -88,36 +89,50 @@ def _settle(future: Future[Any], answer: bytes) -> None:
 
 
 async def answer_calls(connection: Connection, handler: object) -> None:
-    """The network process's end: run `async def` methods of `handler` as asked, until the trainer hangs up."""
+    """The network process's end: run `async def` methods of `handler` as asked, until the trainer hangs up.
+
+    Threads of their own read and write, however large a message is and however long the trainer takes for it: an event
+    loop would make the descriptor non-blocking, and a message that has no room in its buffer would be cut off.
+    """
     loop, calls = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-    while True:
-        readable = asyncio.Event()
-        loop.add_reader(connection.fileno(), readable.set)
-        await readable.wait()
-        loop.remove_reader(connection.fileno())
-        try:
-            message = connection.recv()
-        except (EOFError, OSError):
-            break
-        if message is None:
-            break
+    messages, answers = asyncio.Queue[Any](), SimpleQueue[tuple[int, bytes] | None]()
+
+    def read() -> None:
+        while True:
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                message = None
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(messages.put_nowait, message)
+            if message is None:
+                return
+
+    def write() -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone, which the other thread notices
+            while (answer := answers.get()) is not None:
+                connection.send(answer)
+
+    for work in (read, write):
+        threading.Thread(target=work, name=f"calls: {work.__name__}", daemon=True).start()
+    while (message := await messages.get()) is not None:
         number, method, args = message
-        task = loop.create_task(_answer(connection, number, handler, method, args))
+        task = loop.create_task(_answer(answers, number, handler, method, args))
         calls.add(task)
         task.add_done_callback(calls.discard)
     for task in calls:
         task.cancel()
+    answers.put(None)
 
 
-async def _answer(connection: Connection, number: int, handler: object, method: str, args: tuple[Any, ...]) -> None:
+async def _answer(
+    answers: SimpleQueue[tuple[int, bytes] | None], number: int, handler: object, method: str, args: tuple[Any, ...]
+) -> None:
     try:
         answer = pickle.dumps((await getattr(handler, method)(*args), None))
     except Exception as error:  # whatever it is, the trainer's caller decides what to do about it
         answer = pickle.dumps((None, error if _can_travel(error) else SwarmError(repr(error))))
-    try:
-        connection.send((number, answer))
-    except OSError:
-        return  # the trainer is gone: `answer_calls` is about to notice
+    answers.put((number, answer))
 
 
 def _can_travel(error: Exception) -> bool:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import statistics
+import tempfile
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -222,7 +223,12 @@ def fits(
         yield _enough(f"GPU memory for {size}, without activations", needs.device_bytes, free)
     yield _enough(f"memory for {size}, without activations", needs.host_bytes, available_bytes())
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    yield _enough(f"disk in {there}", needs.disk_bytes, shutil.disk_usage(there).free)
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        yield Finding("bad", f"cannot write {there}: {error.strerror}: choose another --out")
+    else:
+        yield _enough(f"disk in {there}", needs.disk_bytes, shutil.disk_usage(there).free)
     return needs
 
 

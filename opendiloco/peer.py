@@ -114,27 +114,27 @@ class Peer:
 
     def runs(self, run_id: str | None = None, *, with_workers: bool = True) -> dict[str, list[Contract]]:
         """Contracts by run id, more than one where its peers disagree; of runs that have workers, or of all."""
-        found: dict[str, list[Contract]] = self._wait(self._caller.start("find_runs", run_id, with_workers))
+        found: dict[str, list[Contract]] = self._ask("find_runs", run_id, with_workers)
         return found
 
     def observe(self, run_id: str) -> dict[str, Seen]:
         """All that is on the DHT of the workers of a run, by peer id; this peer need not be one of them."""
-        seen: dict[str, Seen] = self._wait(self._caller.start("observe", run_id))
+        seen: dict[str, Seen] = self._ask("observe", run_id)
         return seen
 
     def clock_offset(self, peer: str) -> float | None:
         """See `Onlooker.clock_offset`."""
-        offset_s: float | None = self._wait(self._caller.start("clock_offset", peer))
+        offset_s: float | None = self._ask("clock_offset", peer)
         return offset_s
 
     def download(self, peer: str, contract: Contract, numel: int, vectors: int) -> float | None:
         """See `Onlooker.download`."""
-        rate: float | None = self._wait(self._caller.start("download", peer, contract, numel, vectors))
+        rate: float | None = self._ask("download", peer, contract, numel, vectors)
         return rate
 
     def upload(self, peer: str) -> float | None:
         """See `Onlooker.upload`."""
-        rate: float | None = self._wait(self._caller.start("upload", peer))
+        rate: float | None = self._ask("upload", peer)
         return rate
 
     def check(self) -> None:
@@ -196,6 +196,17 @@ class Peer:
                 if waited_s > (CLOSE_TIMEOUT_S if self._leaving() else ANSWER_LIMIT_S):
                     self._is_silent = True
                     raise SwarmError(f"the network process has not answered for {waited_s:.0f} s ({method})") from None
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """A call that takes seconds; one that a request to leave ends. SwarmError: as in `_call`."""
+        future, began = self._caller.start(method, *arguments), time.monotonic()
+
+        def check() -> None:
+            if time.monotonic() - began > ANSWER_LIMIT_S:
+                self._is_silent = True
+                raise SwarmError(f"the network process has not answered for {ANSWER_LIMIT_S:.0f} s ({method})")
+
+        return wait_for(future, self._leaving, meanwhile=check)
 
     def _wait(self, future: Future[Any]) -> Any:
         return wait_for(future, self._leaving)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ APPENDED_BYTES = 16 * 2**20
 """After so much a file is written anew, with what the history still has."""
 MAX_READ_BYTES = 64 * 2**20
 """Of a file, its end: more than one ever has."""
+MAX_AHEAD_S = 3600.0  # of events in a file: clocks are set back, but not by that much
 RETRY_S = 60.0
 """From a file that could not be written to the next try."""
 
@@ -51,7 +53,7 @@ class Archive:
         run = shown.run["id"], shown.run["contract"]
         if run != self._run:
             self._end_file()
-            self.history = self._history_of(*run, rounds=shown.run["rounds"])
+            self.history = self._history_of(*run, rounds=shown.run["rounds"], now=shown.time)
             self._run = run
         self.history.look(with_contract(workers, run[1]), shown.time)
         if self._file is not None:
@@ -67,11 +69,11 @@ class Archive:
     def _end_file(self) -> None:
         if self._file is not None:
             self.history.end()
-            self._file.write(self.history, 0.0)
+            self._file.write(self.history, math.inf)  # the last time
             self._file.close()
             self._file = None
 
-    def _history_of(self, run_id: str, contract: str, *, rounds: int) -> History:
+    def _history_of(self, run_id: str, contract: str, *, rounds: int, now: float) -> History:
         if self._folder is None:
             return History()
         path = self._folder / f"history-{run_id}-{contract[:12]}.jsonl"
@@ -81,7 +83,7 @@ class Archive:
         try:
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_READ_BYTES))
-                earlier = list(read_events(file, rounds))
+                earlier = list(read_events(file, rounds, now + MAX_AHEAD_S))
         except OSError as error:
             raise _cannot("read", path, error) from None
         history = History(earlier)

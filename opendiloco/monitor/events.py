@@ -12,7 +12,7 @@ from typing import Annotated, BinaryIO, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from opendiloco.claims import ToldEvaluation, ToldRound
+from opendiloco.claims import Time, ToldEvaluation, ToldRound
 
 MAX_LINE_BYTES = 4096
 
@@ -22,7 +22,7 @@ class StateEvent:
     """A worker's state changed."""
 
     kind: Literal["state"]
-    time: float
+    time: Time
     peer: str
     state: Literal["training", "averaging", "following", "late", "left", "silent", "unwatched"]
     """unwatched: from here on nobody knows, until the next one."""
@@ -33,7 +33,7 @@ class RoundEvent:
     """A worker told of a round."""
 
     kind: Literal["round"]
-    time: float
+    time: Time
     peer: str
     told: ToldRound
 
@@ -43,7 +43,7 @@ class EvaluationEvent:
     """A worker told of an evaluation."""
 
     kind: Literal["evaluation"]
-    time: float
+    time: Time
     peer: str
     told: ToldEvaluation
 
@@ -57,8 +57,11 @@ def to_line(event: Event) -> str:
     return _EVENT.dump_json(event).decode()
 
 
-def read_events(file: BinaryIO, rounds: int) -> Iterator[Event]:
-    """The events in the lines of a file; what is none, or of a later round than `rounds`, is passed over."""
+def read_events(file: BinaryIO, rounds: int, until: float) -> Iterator[Event]:
+    """The events in the lines of a file; what is none, or of a later round or time than the last one, is passed over.
+
+    Args: `until` is that time, Unix seconds.
+    """
     is_start = True
     while line := file.readline(MAX_LINE_BYTES):
         is_whole = is_start and line.endswith(b"\n")
@@ -66,5 +69,5 @@ def read_events(file: BinaryIO, rounds: int) -> Iterator[Event]:
         if is_whole:
             with contextlib.suppress(ValidationError):
                 event = _EVENT.validate_json(line)
-                if isinstance(event, StateEvent) or event.told.round <= rounds:
+                if event.time <= until and (isinstance(event, StateEvent) or event.told.round <= rounds):
                     yield event

@@ -116,6 +116,12 @@ def test_too_little_memory_or_disk_is_told_in_numbers(ask: Ask, monkeypatch: pyt
     assert "GiB needed, 0.0 GiB free" in disk
 
 
+def test_a_folder_that_cannot_be_written_is_told_of(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "none").touch()  # where a folder should be
+    code, lines = ask()
+    assert (code, bad(lines)) == (64, [f"cannot write {tmp_path / 'none'}: Not a directory: choose another --out"])
+
+
 def test_a_user_need_not_wait_for_a_hub_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -251,6 +251,15 @@ def test_everything_can_be_reached_by_keyboard(page: Page, wait_until: WaitUntil
     wait_until(lambda: page.js("document.getElementById('loss-table').closest('details').open"), "the table is shown")
 
 
+def test_a_monitor_that_looks_no_more_is_told_of(page: Page, wait_until: WaitUntil) -> None:
+    page.js("(lookedAt = Date.now() - 29000, showAge())")
+    assert page.text("#connection") == ""
+    page.js("(lookedAt = Date.now() - 61000, showAge())")
+    assert "The last look at the swarm was 61 s ago" in page.text("#connection")
+    page.show(rounds=4)
+    wait_until(lambda: page.text("#connection") == "", "it looks again")
+
+
 def test_a_monitor_that_has_ended_is_told_of(page: Page, wait_until: WaitUntil) -> None:
     page.close()
     wait_until(lambda: "does not answer" in page.text("#connection"), "it says that it is old")

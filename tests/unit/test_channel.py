@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import uvloop
 
 from opendiloco.channel import Caller, answer_calls
 from opendiloco.errors import SettingsError, SwarmError
@@ -80,7 +81,7 @@ class OtherSide:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._answer())
+            uvloop.run(self._answer())  # as the network process does
         finally:
             self.connection.close()
 

@@ -245,6 +245,39 @@ def test_a_disk_that_was_full_costs_nothing_once_there_is_room(
     monitor.archive.close()
 
 
+def test_a_disk_that_was_full_costs_nothing_where_there_is_room_at_the_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = start(tmp_path)
+    monitor.look(a=at(NOW))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(archive_module, "_joined", full)
+        monitor.look(NOW + 2, a=at(NOW + 2, state="averaging"))
+    monitor.archive.close()
+    assert [json.loads(line)["state"] for line in file_in(tmp_path).read_text().splitlines()] == [
+        "training",
+        "averaging",
+        "unwatched",
+    ]
+
+
+@pytest.mark.parametrize("time", ["Infinity", "-Infinity", "NaN", "1e300", "-1", str(NOW + 1e5), "null"])
+def test_times_that_cannot_be_are_not_read_from_a_file(start: Start, tmp_path: Path, time: str) -> None:
+    first = start(tmp_path)
+    first.look(a=at(NOW))
+    first.archive.close()
+    with file_in(tmp_path).open("a") as file:
+        file.write(f'{{"kind":"state","time":{time},"peer":"a","state":"training"}}\n')
+    second = start(tmp_path)
+    second.look(NOW + 50, a=at(NOW + 50))
+    assert [event["time"] for event in second.events] == [NOW, NOW, NOW + 50]
+    second.archive.close()
+
+
 def test_two_monitors_do_not_write_one_history(start: Start, tmp_path: Path) -> None:
     first = start(tmp_path)
     with pytest.raises(SettingsError, match=r"another monitor keeps its history in .*: choose another --out"):

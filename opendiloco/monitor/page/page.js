@@ -2,11 +2,13 @@
 // Shows what the server sends. Text from other peers is set as text, so that it stays text.
 
 const MAX_TABLE_ROWS = 50;
+const OLD_MS = 30000;
 const run = new Run();
 let count = 0;
 let life = null;
 let latest = null;
 let drawn = 0;
+let lookedAt = Date.now(); // when the last look came
 let warned = null; // kinds and peers of the warnings shown
 
 const byId = (id) => document.getElementById(id);
@@ -172,9 +174,21 @@ function take(news) {
   }
 }
 
+// A monitor that answers may still have stopped looking.
+function showAge() {
+  if (latest && Date.now() - lookedAt > OLD_MS) {
+    byId("connection").textContent = `The last look at the swarm was ${duration((Date.now() - lookedAt) / 1000)} ago: what is ` +
+      "shown here is old.";
+  }
+}
+
 function follow() {
   const source = new EventSource(`api/stream?since=${count}`);
-  source.onmessage = (message) => { byId("connection").textContent = ""; take(JSON.parse(message.data)); };
+  source.onmessage = (message) => {
+    lookedAt = Date.now();
+    byId("connection").textContent = "";
+    take(JSON.parse(message.data));
+  };
   source.onerror = () => {
     byId("connection").textContent = "The monitor does not answer: what is shown here is old.";
     source.close();
@@ -184,4 +198,5 @@ function follow() {
 
 byId("measure").addEventListener("change", draw);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+setInterval(showAge, 5000);
 follow();
