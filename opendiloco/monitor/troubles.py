@@ -24,6 +24,8 @@ LATE_S = 10.0
 LATE_SHARE = 0.25
 """Of an inner phase, as the last ones were, at least."""
 BEHIND_ROUNDS = 2
+MOST_TOLD = 4
+"""Lineages or versions in a message."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ def _splits(there: Mapping[str, Sight]) -> Iterator[Trouble]:
         by_round[sight.progress.round][sight.progress.lineage].append(peer)
     for round, lineages in sorted(by_round.items(), reverse=True):
         if len(lineages) > 1:
-            shares = ", ".join(f"{lineage[:6]}: {len(peers)}" for lineage, peers in sorted(lineages.items()))
+            largest = sorted(lineages.items(), key=lambda item: (-len(item[1]), item[0]))[:MOST_TOLD]
+            shares = ", ".join(f"{lineage[:6]}: {len(peers)}" for lineage, peers in largest)
+            shares += ", ..." if len(lineages) > MOST_TOLD else ""
             yield Trouble(
                 "split",
                 f"workers at round {round} are on {len(lineages)} lineages ({shares}): the heavier one wins when they "
@@ -163,7 +167,8 @@ def _end_of(record: Progress, now: float) -> float:
 def _versions(there: Mapping[str, Sight]) -> Iterator[Trouble]:
     counts = Counter(sight.told.version for sight in there.values() if sight.told)
     if len(counts) > 1:
-        shares = ", ".join(f"{version}: {count}" for version, count in sorted(counts.items()))
+        shares = ", ".join(f"{version}: {count}" for version, count in counts.most_common(MOST_TOLD))
+        shares += ", ..." if len(counts) > MOST_TOLD else ""
         yield Trouble("versions", f"workers run different versions ({shares})")
 
 

@@ -258,6 +258,16 @@ def test_the_terminal_shows_text_of_others_as_text() -> None:
     assert "a" * 10 in out.getvalue()
 
 
+def test_messages_stay_short_however_many_others_there_are() -> None:
+    crowd = {
+        f"{number:03d}": seen(progress(lineage=f"{number:064x}"), told(version=f"0.{number}")) for number in range(300)
+    }
+    shown = look({**crowd, "x": seen(), "y": seen()})
+    (split,) = (one for one in shown.warnings if one.kind == "split")
+    assert "on 301 lineages (333333: 2, 000000: 1, 000000: 1, 000000: 1, ...): " in split.message
+    assert all(len(one.message) < 200 for one in shown.warnings)
+
+
 def test_what_one_worker_says_leaves_room_for_the_others() -> None:
     boasts = seen(progress(tokens_per_s=1e12), told(told_round(loss=1e4), version="9" * 32, bandwidth=1e12))
     lines = on_terminal(look({"a" * 10: seen(tells=told(told_round())), "b" * 10: boasts}), height=24)
