@@ -15,6 +15,7 @@ from hivemind.dht import DHTNode
 from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError, P2PHandlerError
+from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from opendiloco.config import SwarmConfig
@@ -145,7 +146,7 @@ class Host:
         reached: list[Multiaddr] = []
 
         async def reach(peer: Multiaddr) -> None:
-            while not await self._dial(peer):
+            while not (await self._dial(peer) and await self._has_dht(_peer_of(peer))):
                 await asyncio.sleep(REDIAL_S)
             reached.append(peer)
 
@@ -196,6 +197,15 @@ class Host:
     async def _dial(self, peer: Multiaddr) -> bool:
         try:
             await self.p2p._client.connect(_peer_of(peer), [peer.decapsulate(f"/p2p/{peer['p2p']}")])
+        except TRANSPORT_ERRORS:
+            return False
+        return True
+
+    async def _has_dht(self, peer: PeerID) -> bool:
+        """Whether a peer answers as a part of the DHT. Its daemon listens a moment before it does."""
+        request = dht_pb2.PingRequest()
+        try:
+            await self.p2p.call_protobuf_handler(peer, "DHTProtocol.rpc_ping", request, dht_pb2.PingResponse)
         except TRANSPORT_ERRORS:
             return False
         return True

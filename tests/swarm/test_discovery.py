@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hivemind.dht import DHTNode
 from hivemind.dht.protocol import DHTProtocol
-from hivemind.p2p import P2PContext
+from hivemind.p2p import P2P, P2PContext
 from hivemind.proto import dht_pb2
+from support.waiting import LIMIT_S
 
 from opendiloco.errors import OpendilocoError, SettingsError, SwarmError
 from opendiloco.identity import Identity
+from opendiloco.membership import SignedRecords
 
 if TYPE_CHECKING:
     from support.peers import Network, Peer
@@ -183,6 +186,28 @@ def test_peer_that_comes_up_later_is_found_within_the_limit(network: Network, tm
     first = network.peer(key_file=tmp_path / "nobody.key", host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",)).open()
     network.enter([first, second.open()], network.contract(2))
     network.round([first, second])
+
+
+def test_a_peer_that_listens_before_it_is_on_the_dht_is_waited_for(
+    network: Network, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    address = dead_address(tmp_path)
+    identity = Identity.load_or_create(tmp_path / "nobody.key")
+
+    async def listen() -> P2P:
+        maddrs = [address.partition("/p2p/")[0]]
+        key_file = str(tmp_path / "nobody.key")
+        return await P2P.create(host_maddrs=maddrs, identity_path=key_file, check_if_identity_free=False)
+
+    first = network.run(listen())
+    second = network.peer([address])
+    wait_until(lambda: len(network.run(first.list_peers())) > 0, "it is connected")
+    asked = network.start(second.process._host._has_dht(first.peer_id))
+    assert not asked.result(LIMIT_S)
+    node = network.run(DHTNode.create(p2p=first, record_validator=SignedRecords(identity)))
+    assert second.open().addresses
+    network.run(node.shutdown())
+    network.run(first.shutdown())
 
 
 def test_dead_address_ends_in_one_line_that_names_it_within_the_limit(network: Network, tmp_path: Path) -> None:
