@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 
 from opendiloco.agreement import state_hashes, usual_hash
@@ -10,6 +11,8 @@ from opendiloco.config import Contract
 from opendiloco.doubts import is_at
 from opendiloco.lobby import Candidate
 from opendiloco.rounds import Goal, Position, is_heavier, joining_s, joining_step
+
+RENEW_S = 0.5  # for a record to be renewed and read
 
 
 def is_alike(record: Progress, own: Progress) -> bool:
@@ -45,11 +48,12 @@ def in_sight(
         participants: who got the last round, whatever their records still say.
         offset: from the DHT's time to this process's clock, seconds.
     """
-    candidates, late = dict[str, Candidate](), dict[str, float]()
+    candidates, late, now = dict[str, Candidate](), dict[str, float](), time.time() + offset
     for peer, record in records.items():
         finish, is_there = record.expected_finish + offset, (record.round, record.lineage) == (own.round, own.lineage)
         if record.state == "late" and record is not own and record.round <= own.round:
-            late[peer] = finish
+            # one that has missed the last round, too, is about to say anew when it will be there
+            late[peer] = finish if record.round == own.round else max(finish, now + RENEW_S)
         elif (is_there and record.state not in FOLLOW) or (record.round < own.round and peer in participants):
             candidates[peer] = Candidate(finish, can_lead=not record.client_mode)
     return candidates, late
